@@ -1,0 +1,42 @@
+"""Token ranges, pages and shards in; copies and conversions out. Pure arithmetic: no memory is touched here."""
+
+from pdhandoff.planner.conversions import COPY, Conversion, ConversionPart, derive_conversion
+from pdhandoff.planner.copies import CopyBlock, CopyPlan, WriteColumns, plan_copies
+from pdhandoff.planner.heads import common_heads
+from pdhandoff.planner.landing import (
+    entry_component,
+    landing_component,
+    landing_entry,
+    landing_pages,
+    landing_placement,
+)
+from pdhandoff.planner.pages import PageTable, TokenRuns, admit_length, token_runs
+from pdhandoff.planner.placement import Placement, layer_bases
+from pdhandoff.planner.shards import Shard, check_cover, plan_shards, shard_manifest
+
+__all__ = [
+    "COPY",
+    "Conversion",
+    "ConversionPart",
+    "CopyBlock",
+    "CopyPlan",
+    "PageTable",
+    "Placement",
+    "Shard",
+    "TokenRuns",
+    "WriteColumns",
+    "admit_length",
+    "check_cover",
+    "common_heads",
+    "derive_conversion",
+    "entry_component",
+    "landing_component",
+    "landing_entry",
+    "landing_pages",
+    "landing_placement",
+    "layer_bases",
+    "plan_copies",
+    "plan_shards",
+    "shard_manifest",
+    "token_runs",
+]
