@@ -1,0 +1,1 @@
+"""Movers: the interface, the registry, the loopback mover, and wrappers that add behaviour to any of them."""
