@@ -1,0 +1,1 @@
+"""What happened, and when: recordings that Perfetto reads, timeline pictures, counters."""
