@@ -1,0 +1,1 @@
+"""Explores every interleaving of the real protocol cores in small worlds."""
