@@ -1,7 +1,7 @@
 """Every error that pdhandoff raises or puts on the wire.
 
 Blame is in the type: `LocalError` means this process asked for something wrong, `RemoteError` means a peer said or did
-something wrong, `HandoffFailed` means that one handoff ended without success, on whichever side. Each carries a wire code
+something wrong, `HandoffFailed` means that one handoff ended without success. Each carries a wire code
 (`ErrorCode`), says whether trying again can help (`retryable`) and ends with what to do.
 """
 
@@ -91,6 +91,9 @@ _RETRYABLE: Final = frozenset(
 )
 
 
+_KNOWN: Final = frozenset(map(int, ErrorCode))
+
+
 def is_retryable(code: int) -> bool:
     """Whether a new handoff (with a new id) for the same request may succeed. False for codes not known here."""
     return code in _RETRYABLE
@@ -106,7 +109,7 @@ class PdHandoffError(Exception):
 
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(code, reason)
-        self.code = code
+        self.code = ErrorCode(code) if code in _KNOWN else code
         self.reason = reason
 
     def __str__(self) -> str:

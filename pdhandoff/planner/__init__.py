@@ -1,7 +1,15 @@
 """Token ranges, pages and shards in; copies and conversions out. Pure arithmetic: no memory is touched here."""
 
 from pdhandoff.planner.conversions import COPY, Conversion, ConversionPart, derive_conversion
-from pdhandoff.planner.copies import CopyBlock, CopyPlan, WriteColumns, plan_copies
+from pdhandoff.planner.copies import (
+    CopyBlock,
+    CopyPlan,
+    Pair,
+    WriteColumns,
+    pair_components,
+    plan_copies,
+    plan_pair,
+)
 from pdhandoff.planner.heads import common_heads
 from pdhandoff.planner.landing import (
     entry_component,
@@ -21,6 +29,7 @@ __all__ = [
     "CopyBlock",
     "CopyPlan",
     "PageTable",
+    "Pair",
     "Placement",
     "Shard",
     "TokenRuns",
@@ -35,7 +44,9 @@ __all__ = [
     "landing_pages",
     "landing_placement",
     "layer_bases",
+    "pair_components",
     "plan_copies",
+    "plan_pair",
     "plan_shards",
     "shard_manifest",
     "token_runs",

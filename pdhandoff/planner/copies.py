@@ -19,7 +19,7 @@ from pdhandoff.planner.pages import PageTable, token_runs
 from pdhandoff.planner.placement import Placement, layer_bases
 from pdhandoff.planner.shapes import Columns, Pair, Stream, copy_columns
 
-__all__ = ["CopyBlock", "CopyPlan", "WriteColumns", "plan_copies"]
+__all__ = ["CopyBlock", "CopyPlan", "Pair", "WriteColumns", "pair_components", "plan_copies", "plan_pair"]
 
 
 class WriteColumns(NamedTuple):
@@ -91,6 +91,20 @@ class CopyPlan(NamedTuple):
             yield pending
 
 
+def pair_components(source: Component, destination: Component) -> Pair:
+    """What `plan_pair` needs of two components; worth keeping where many plans are made for them.
+
+    Args:
+        source: the component as the source holds it.
+        destination: the component as the destination holds it: same planes, any other strides, pages and regions.
+
+    Raises:
+        LayoutError: the planes differ in more than their place (`field` says in what).
+        PlanError: the two sides have no head in common.
+    """
+    return Pair(source, destination, _paired_planes(source, destination), common_heads(source, destination))
+
+
 def plan_copies(
     *,
     source: Component,
@@ -103,15 +117,38 @@ def plan_copies(
     layers: Sequence[int] | None = None,
     limits: Limits = DEFAULT_LIMITS,
 ) -> CopyPlan:
+    """`plan_pair` of `pair_components(source, destination)`: arguments and errors are theirs."""
+    return plan_pair(
+        pair_components(source, destination),
+        source_at=source_at,
+        source_pages=source_pages,
+        destination_at=destination_at,
+        destination_pages=destination_pages,
+        tokens=tokens,
+        layers=layers,
+        limits=limits,
+    )
+
+
+def plan_pair(
+    pair: Pair,
+    *,
+    source_at: Placement,
+    source_pages: PageTable,
+    destination_at: Placement,
+    destination_pages: PageTable,
+    tokens: range,
+    layers: Sequence[int] | None = None,
+    limits: Limits = DEFAULT_LIMITS,
+) -> CopyPlan:
     """Copies that bring rows `tokens` of one component from one placement to another, byte for byte.
 
     The heads that both sides hold move. Tokens whose page is missing (`PageTable.null`) on either side are skipped.
 
     Args:
-        source: the component as the source holds it.
-        source_at: where it lies.
+        pair: from `pair_components`.
+        source_at: where the source's component lies.
         source_pages: the pages that hold the tokens there.
-        destination: the component as the destination holds it: same planes, any other strides, pages and regions.
         destination_at: where it lies.
         destination_pages: the pages that hold the tokens there.
         tokens: positions in the prompt.
@@ -119,14 +156,13 @@ def plan_copies(
         limits: bounds the number of copies.
 
     Raises:
-        LayoutError: the planes differ in more than their place (`field` says in what).
-        PlanError: a page, layer, region or token lies outside a placement or table, the two sides have no head in
-            common, or the plan exceeds `limits.max_copies`.
+        PlanError: a page, layer, region or token lies outside a placement or table, or the plan exceeds
+            `limits.max_copies`.
     """
+    source, destination = pair.source, pair.destination
     chosen = tuple(destination.layers if layers is None else layers)
     _check_pages(source, source_pages, "source")
     _check_pages(destination, destination_pages, "destination")
-    pair = Pair(source, destination, _paired_planes(source, destination), common_heads(source, destination))
     runs = token_runs(tokens, source_pages, destination_pages)
     if len(runs.length) > limits.max_copies:
         raise _too_many(source, len(runs.length), limits)

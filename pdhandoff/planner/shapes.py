@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, compress, groupby, islice
 from operator import add, and_, eq, not_, sub
-from typing import NamedTuple
+from typing import NamedTuple, final
 
 from pdhandoff.layouts.descriptor import Component, Plane
 from pdhandoff.planner.boxes import Axis, Box, join_boxes, plane_box
@@ -18,19 +18,29 @@ from pdhandoff.planner.pages import TokenRuns
 __all__ = ["Columns", "Pair", "Side", "Stream", "copy_columns"]
 
 
-class Pair(NamedTuple):
-    """The same planes on both sides, and the heads that move."""
+@final
+class Pair:
+    """The same planes on both sides, and the heads that move. Remembers the boxes of each token count that it met."""
 
-    source: Component
-    destination: Component
-    planes: tuple[tuple[Plane, Plane], ...]
-    heads: range
-    "counted over the whole model"
+    def __init__(
+        self, source: Component, destination: Component, planes: tuple[tuple[Plane, Plane], ...], heads: range
+    ) -> None:
+        self.source = source
+        self.destination = destination
+        self.planes = planes
+        self.heads = heads
+        "counted over the whole model"
+        self.row_bytes = sum(plane.row_bytes for plane, _ in planes) * len(heads)
+        "bytes of one token in one layer"
+        self._groups: dict[int, list[_Group]] = {}
 
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one token in one layer."""
-        return sum(plane.row_bytes for plane, _ in self.planes) * len(self.heads)
+    def groups(self, tokens: int) -> list[_Group]:
+        """The boxes of runs of so many tokens."""
+        groups = self._groups.get(tokens)
+        if groups is None:
+            whole = tokens == self.source.page_tokens == self.destination.page_tokens
+            groups = self._groups[tokens] = list(_groups(self, tokens, whole_page=whole))
+        return groups
 
 
 class Side(NamedTuple):
@@ -84,16 +94,12 @@ class Columns(NamedTuple):
 
 def copy_columns(pair: Pair, runs: TokenRuns) -> dict[Stream, Columns]:
     """All copies of one layer. Nothing is made per token, and nothing per head or element where a step can say it."""
-    page = pair.source.page_tokens if pair.source.page_tokens == pair.destination.page_tokens else 0
-    groups: dict[int, list[_Group]] = {}
     streams: dict[Stream, Columns] = {}
     first = 0
     for count, members in groupby(runs.length):
         last = first + len(list(members))
-        if count not in groups:
-            groups[count] = list(_groups(pair, count, whole_page=count == page))
         part = TokenRuns(*(column[first:last] for column in runs))
-        for group in groups[count]:
+        for group in pair.groups(count):
             group.emit(part, streams)
         first = last
     return {stream: columns if stream.axis.times > 1 else columns.merged() for stream, columns in streams.items()}
