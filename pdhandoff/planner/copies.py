@@ -15,9 +15,9 @@ from pdhandoff.errors import ErrorCode, LayoutError, PlanError
 from pdhandoff.layouts.descriptor import Component, Plane
 from pdhandoff.limits import DEFAULT_LIMITS, Limits
 from pdhandoff.planner.heads import common_heads
-from pdhandoff.planner.pages import PageTable, token_runs
+from pdhandoff.planner.pages import PageTable
 from pdhandoff.planner.placement import Placement, layer_bases
-from pdhandoff.planner.shapes import Columns, Pair, Stream, copy_columns
+from pdhandoff.planner.shapes import Columns, Pair, Stream
 
 __all__ = ["CopyBlock", "CopyPlan", "Pair", "WriteColumns", "pair_components", "plan_copies", "plan_pair"]
 
@@ -163,13 +163,14 @@ def plan_pair(
     chosen = tuple(destination.layers if layers is None else layers)
     _check_pages(source, source_pages, "source")
     _check_pages(destination, destination_pages, "destination")
-    runs = token_runs(tokens, source_pages, destination_pages)
-    if len(runs.length) > limits.max_copies:
-        raise _too_many(source, len(runs.length), limits)
+    needed = -(-len(tokens) // max(source.page_tokens, destination.page_tokens))
+    if needed > limits.max_copies:
+        raise _too_many(source, needed, limits)
+    runs, streams = pair.columns(tokens, source_pages, destination_pages)
     _check_range(source, runs.source_page, source_at, "source")
     _check_range(destination, runs.destination_page, destination_at, "destination")
     blocks: list[CopyBlock] = []
-    for stream, columns in copy_columns(pair, runs).items():
+    for stream, columns in streams.items():
         source_bases = layer_bases(source, source_at, stream.source.region, chosen)
         destination_bases = layer_bases(destination, destination_at, stream.destination.region, chosen)
         blocks.extend(_blocks(destination.name, chosen, (source_bases, destination_bases), stream, columns))

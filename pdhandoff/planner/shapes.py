@@ -13,9 +13,11 @@ from typing import NamedTuple, final
 
 from pdhandoff.layouts.descriptor import Component, Plane
 from pdhandoff.planner.boxes import Axis, Box, join_boxes, plane_box
-from pdhandoff.planner.pages import TokenRuns
+from pdhandoff.planner.pages import PageTable, TokenRuns, token_runs
 
 __all__ = ["Columns", "Pair", "Side", "Stream", "copy_columns"]
+
+_KEPT_PLANS = 256
 
 
 @final
@@ -33,6 +35,23 @@ class Pair:
         self.row_bytes = sum(plane.row_bytes for plane, _ in planes) * len(heads)
         "bytes of one token in one layer"
         self._groups: dict[int, list[_Group]] = {}
+        self._planned: dict[tuple[range, PageTable, PageTable], tuple[TokenRuns, dict[Stream, Columns]]] = {}
+
+    def columns(
+        self, tokens: range, source: PageTable, destination: PageTable
+    ) -> tuple[TokenRuns, dict[Stream, Columns]]:
+        """Runs and copies of one layer. Those between packed tables (a ring, a landing piece) recur: they are kept."""
+        recurs = isinstance(source.ids, range) and isinstance(destination.ids, range)
+        key = (tokens, source, destination)
+        if recurs and key in self._planned:
+            return self._planned[key]
+        runs = token_runs(tokens, source, destination)
+        planned = runs, copy_columns(self, runs)
+        if recurs:
+            if len(self._planned) >= _KEPT_PLANS:
+                self._planned.clear()
+            self._planned[key] = planned
+        return planned
 
     def groups(self, tokens: int) -> list[_Group]:
         """The boxes of runs of so many tokens."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections import Counter
 from typing import Final, final
 
@@ -14,6 +13,7 @@ from pdhandoff.protocol.consumer_handoff import Handoff, HandoffShard
 from pdhandoff.protocol.deadlines import Deadlines
 from pdhandoff.protocol.effects import ConsumerEffect, Send
 from pdhandoff.protocol.messages import Commit, Message, Progress, Refuse, Renew, Restart
+from pdhandoff.protocol.table import Name
 from pdhandoff.protocol.tombstones import Tombstones
 
 __all__ = ["RETRY_AFTER_MS", "Registry", "Timer"]
@@ -23,7 +23,7 @@ RETRY_AFTER_MS: Final = 1000
 
 
 @final
-class Timer(enum.Enum):
+class Timer(Name):
     """What a deadline is about."""
 
     PHASE = "phase"

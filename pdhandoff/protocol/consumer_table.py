@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import enum
 from typing import Final, final
 
-from pdhandoff.protocol.table import Table
+from pdhandoff.protocol.table import Name, Table
 
 __all__ = ["TABLE", "ConsumerInput", "ConsumerState"]
 
 
 @final
-class ConsumerState(enum.Enum):
+class ConsumerState(Name):
     """Where a handoff stands on the side that decodes."""
 
     NEW = "new"
@@ -28,7 +27,7 @@ class ConsumerState(enum.Enum):
 
 
 @final
-class ConsumerInput(enum.Enum):
+class ConsumerInput(Name):
     """What can happen to it."""
 
     ANNOUNCE = "announce"

@@ -32,7 +32,7 @@ from pdhandoff.protocol.messages import (
     Proof,
     Welcome,
 )
-from pdhandoff.protocol.table import Machine, Table
+from pdhandoff.protocol.table import Machine, Name, Table
 
 __all__ = [
     "TABLE",
@@ -57,7 +57,7 @@ class Side(enum.Enum):
 
 
 @final
-class LinkState(enum.Enum):
+class LinkState(Name):
     """Where the handshake stands."""
 
     HELLO = "hello"  # waits for the peer's HELLO
@@ -68,7 +68,7 @@ class LinkState(enum.Enum):
 
 
 @final
-class LinkInput(enum.Enum):
+class LinkInput(Name):
     """What can happen to a link."""
 
     HELLO_SECRET = "hello, secret in use"  # noqa: S105 - the name of an input

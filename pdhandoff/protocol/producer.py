@@ -6,7 +6,6 @@ free. Outcomes come at once (`Settled`); source memory only when no write reads 
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from typing import Final, final
 
@@ -37,6 +36,7 @@ from pdhandoff.protocol.owed import OWED_DRAINS, OwedDrains
 from pdhandoff.protocol.producer_shard import ProducerShard
 from pdhandoff.protocol.producer_table import TABLE, ProducerInput, ProducerState
 from pdhandoff.protocol.spans import Ledger, Span
+from pdhandoff.protocol.table import Name
 
 __all__ = ["OWED_DRAINS", "TABLE", "ProducerCore", "ProducerStatistics"]
 
@@ -46,7 +46,7 @@ MIN_RENEW_S: Final = 0.05
 _I, _S = ProducerInput, ProducerState
 
 
-class _Kind(enum.Enum):
+class _Kind(Name):
     OFFER = "offer"
     RENEW = "renew"
     WRITE = "write"

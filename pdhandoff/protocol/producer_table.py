@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import enum
 from typing import Final, final
 
-from pdhandoff.protocol.table import Table
+from pdhandoff.protocol.table import Name, Table
 
 __all__ = ["TABLE", "ProducerInput", "ProducerState"]
 
 
 @final
-class ProducerState(enum.Enum):
+class ProducerState(Name):
     """Where a shard stands on the side that prefilled."""
 
     OFFERED = "offered"
@@ -26,7 +25,7 @@ class ProducerState(enum.Enum):
 
 
 @final
-class ProducerInput(enum.Enum):
+class ProducerInput(Name):
     """What can happen to it."""
 
     QUEUED = "queued"

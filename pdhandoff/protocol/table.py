@@ -7,10 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Generic, NamedTuple, TypeVar, final
 
-__all__ = ["Machine", "Row", "Table"]
+__all__ = ["Machine", "Name", "Row", "Table"]
 
-S = TypeVar("S", bound=enum.Enum)
-I = TypeVar("I", bound=enum.Enum)  # noqa: E741 - the letter of "input"
+S = TypeVar("S", bound="Name")
+I = TypeVar("I", bound="Name")  # noqa: E741 - the letter of "input"
+
+
+class Name(enum.Enum):
+    """Base of the enumerations that tables are made of: hashed by identity, since a handoff looks up dozens of them."""
+
+    __hash__ = object.__hash__
 
 
 class Row(NamedTuple, Generic[S, I]):

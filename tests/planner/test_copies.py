@@ -9,7 +9,16 @@ import pytest
 from pdhandoff.errors import ErrorCode, LayoutError, PlanError
 from pdhandoff.layouts.descriptor import Component, ComponentKind, Element, Quantisation, RopeOrder, Rotation
 from pdhandoff.limits import Limits
-from pdhandoff.planner import CopyPlan, PageTable, Placement, WriteColumns, landing_component, plan_copies
+from pdhandoff.planner import (
+    CopyPlan,
+    PageTable,
+    Placement,
+    WriteColumns,
+    landing_component,
+    pair_components,
+    plan_copies,
+    plan_pair,
+)
 from support.components import ORDERS, index_pages, key_value, latent_rows
 from support.held import Held, fill, held, plan, rows
 from support.memory import Memory
@@ -274,3 +283,26 @@ def test_plans_add_up() -> None:
     assert both.nbytes == 70 * 2 * (26 + 12)
     assert memory.written(b.at) == rows(b, range(70))
     assert memory.written(d.at) == rows(d, range(70))
+
+
+def test_plans_between_packed_tables_are_remembered_and_stay_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    component = latent_rows(page_tokens=16)
+    kept = pair_components(component, component)
+    monkeypatch.setattr("pdhandoff.planner.shapes._KEPT_PLANS", 2)
+    for first in (0, 1, 0, 2, 0):  # more shapes than are kept, one of them again and again
+        tokens = range(first * 16, 40)
+        at = Placement(8, {"": (1 << 20, 2 << 20)})
+        to = Placement(8, {"": (3 << 20, (4 << 20) + first)})
+        table = PageTable.packed(tokens, component.page_tokens)
+        plans = [
+            plan_pair(
+                each,
+                source_at=at,
+                source_pages=table,
+                destination_at=to,
+                destination_pages=table,
+                tokens=tokens,
+            )
+            for each in (kept, pair_components(component, component))
+        ]
+        assert list(plans[0].writes()) == list(plans[1].writes())
