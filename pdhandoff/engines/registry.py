@@ -17,7 +17,11 @@ __all__ = ["GROUP", "create", "known"]
 GROUP: Final = "pdhandoff.movers"
 "the entry-point group"
 
-_BUILT_IN: Final = {"loopback": "pdhandoff.engines.loopback:create"}
+_BUILT_IN: Final = {
+    "loopback": "pdhandoff.engines.loopback:create",
+    "mooncake": "pdhandoff.engines.mooncake:create",
+    "nixl": "pdhandoff.engines.nixl:create",
+}
 "also declared as entry points; listed here so that a source tree that is not installed has them"
 
 
@@ -36,7 +40,7 @@ def create(name: str, **options: object) -> Mover:
     """A new mover.
 
     Arguments:
-        name: as declared, for example `loopback`.
+        name: as declared, for example `loopback`; or `module:factory` for one that is not.
         options: keyword arguments of that mover's own factory.
 
     Raises:
@@ -44,6 +48,8 @@ def create(name: str, **options: object) -> Mover:
         MoverError: as the mover's factory does.
     """
     declared = _declared()
+    if ":" in name:
+        declared[name] = importlib.metadata.EntryPoint(name, name, GROUP)
     if name not in declared:
         raise LocalError(
             ErrorCode.CONFIG,
