@@ -290,6 +290,7 @@ def test_a_fenced_extent_takes_no_write_of_an_earlier_grant(make: MakeSide) -> N
     peer = writer.connect(owner, owner.extent(0, 4))
     assert writer.write(peer, (writer.address, owner.address, 4 * PAGE)).state is TransferState.DONE
     owner.mover.fence(owner.connect(writer), [owner.extent(1, 2)], soon())
+    owner.fill(0, PAGE, 2 * PAGE)
     assert owner.bytes() == b"\7" * PAGE + bytes(2 * PAGE) + b"\7" * PAGE + bytes(4 * PAGE)
     status = writer.write(peer, (writer.address, owner.address + PAGE, PAGE))
     assert status.state is TransferState.FAILED

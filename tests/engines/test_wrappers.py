@@ -167,7 +167,8 @@ class _Entries:
 
 def test_loopback_is_known_without_an_installation(monkeypatch: pytest.MonkeyPatch) -> None:
     _Entries(monkeypatch)
-    assert registry.known() == ("loopback",)
+    assert "loopback" in registry.known()
+    assert "mine" not in registry.known()
     mover = registry.create("loopback")
     assert isinstance(mover, LoopbackMover)
     assert mover.name == "loopback"
@@ -179,7 +180,7 @@ def test_a_package_adds_a_mover_but_cannot_replace_a_built_in_one(monkeypatch: p
     module.make = lambda *, inner: Metered(inner())  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "somebodys_mover", module)
     _Entries(monkeypatch, mine="somebodys_mover:make", loopback="somebodys_mover:make")
-    assert registry.known() == ("loopback", "mine")
+    assert {"loopback", "mine"} <= set(registry.known())
     mover = registry.create("mine", inner=create)
     assert isinstance(mover, Metered)
     mover.close()
@@ -190,7 +191,7 @@ def test_a_package_adds_a_mover_but_cannot_replace_a_built_in_one(monkeypatch: p
 
 def test_an_unknown_mover_is_refused_with_the_known_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     _Entries(monkeypatch, fast="nowhere:create")
-    with pytest.raises(LocalError, match=r"no mover 'slow': known are fast, loopback;") as caught:
+    with pytest.raises(LocalError, match=r"no mover 'slow': known are fast, loopback, ") as caught:
         registry.create("slow")
     assert caught.value.code is ErrorCode.CONFIG
 
