@@ -14,7 +14,7 @@ import pdhandoff
 
 __all__ = ["page_for", "public_modules", "setup", "write_pages"]
 
-PACKAGES: Final = ("protocol", "layouts", "planner", "engines", "native", "runtime", "observe")
+PACKAGES: Final = ("protocol", "layouts", "planner", "engines", "native", "runtime", "observe", "testing")
 TOP: Final = ("errors", "ids", "limits")
 
 
