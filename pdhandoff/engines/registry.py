@@ -7,6 +7,7 @@ options and returns a `Mover`. Nothing is imported before it is asked for.
 from __future__ import annotations
 
 import importlib.metadata
+import re
 from typing import Final
 
 from pdhandoff.engines.base import Mover
@@ -16,6 +17,9 @@ __all__ = ["GROUP", "create", "known"]
 
 GROUP: Final = "pdhandoff.movers"
 "the entry-point group"
+
+_SPELLED_OUT: Final = re.compile(r"[\w.]+:[\w.]+")
+"module:factory, for a mover that is not declared"
 
 _BUILT_IN: Final = {
     "loopback": "pdhandoff.engines.loopback:create",
@@ -48,7 +52,7 @@ def create(name: str, **options: object) -> Mover:
         MoverError: as the mover's factory does.
     """
     declared = _declared()
-    if ":" in name:
+    if _SPELLED_OUT.fullmatch(name):
         declared[name] = importlib.metadata.EntryPoint(name, name, GROUP)
     if name not in declared:
         raise LocalError(
