@@ -25,13 +25,13 @@ class NixlOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     transports: str = DEFAULT_TRANSPORTS
     "what UCX may use, as `UCX_TLS`; see `transports` for what it means for a fence"
     devices: str = ""
-    "network devices that UCX may use, comma-separated, for example `mlx5_0:1`; empty: all"
+    "network devices that UCX may use, comma-separated, as UCX names them; all when empty"
     workers: int = 1
     "UCX workers of each agent"
     progress_delay_us: int = 1000
     "how long the agent's own thread sleeps at most when nothing arrives; 0 makes it burn one core"
     ucx: Mapping[str, str] = {}
-    "further UCX settings, by their names without `UCX_`, for example `{'NET_DEVICES': 'eth0'}`"
+    "further UCX settings, by their names without `UCX_`, such as NET_DEVICES"
     call_s: float = 10.0
     "how long a call waits for another one to leave NIXL before it gives up"
     close_s: float = 2.0
