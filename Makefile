@@ -17,7 +17,10 @@ export OMP_NUM_THREADS := 1
 help:  ## show this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
 
-demo: $(VENV)/.demo  ## hand a real prefill over to a decode process and compare every token (ARGS="--corrupt" breaks it)
+# NIXL and Mooncake come with the packages for the tests
+DEMO_NEEDS := $(if $(findstring nixl,$(ARGS))$(findstring mooncake,$(ARGS)),$(VENV)/.dev,$(VENV)/.demo)
+
+demo: $(DEMO_NEEDS)  ## hand a real prefill over to a decode process and compare every token (ARGS="--corrupt" breaks it)
 	@$(BIN)/pdhandoff demo $(ARGS)
 
 # The gate: protocol, layouts and planner are covered completely, lines and branches.

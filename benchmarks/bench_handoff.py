@@ -39,11 +39,11 @@ REPEATS: Final = 7
 class Peer:
     """The consumer process."""
 
-    def __init__(self, layout: str, arena: int) -> None:
+    def __init__(self, layout: str, arena: int, mover: str = "loopback") -> None:
         self._process = subprocess.Popen(
             [sys.executable, str(PEER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        self._tell({"layout": layout, "arena": arena})
+        self._tell({"mover": mover, "layout": layout, "arena": arena})
         self.address = self._hear()
 
     def announce(self, ids: list[HandoffId]) -> None:
@@ -88,12 +88,14 @@ class Caches:
 
 
 @contextmanager
-def pair(caches: Caches, name: str, arena: int, **options: Any) -> Iterator[tuple[Producer, Peer]]:
+def pair(
+    caches: Caches, name: str, arena: int, mover: str = "loopback", **options: Any
+) -> Iterator[tuple[Producer, Peer]]:
     """A producer here, a consumer in another process."""
-    peer = Peer(name, arena)
+    peer = Peer(name, arena, mover)
     try:
         with Producer(
-            mover="loopback", layout=caches.layout, placements=caches.placements, memory=caches.memory, **options
+            mover=mover, layout=caches.layout, placements=caches.placements, memory=caches.memory, **options
         ) as producer:
             yield producer, peer
     finally:

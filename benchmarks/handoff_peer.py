@@ -1,7 +1,7 @@
 """The consumer process of `bench_handoff`: announces the ids that it is given and releases every arrival at once.
 
-On standard input: a line of JSON, {"layout": name, "arena": bytes}, then lists of handoff ids. On standard output: its
-address, then a line for every list that has been announced, and one when all of it has arrived.
+On standard input: a line of JSON, {"mover": name, "layout": name, "arena": bytes}, then lists of ids. On standard
+output: its address, then a line for every list that has been announced, and one when all of it has arrived.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def main() -> None:
     setup = json.loads(sys.stdin.readline())
     layout = named_layout(setup["layout"])
     limits = Limits(announce_s=600.0)
-    with Consumer(mover="loopback", layout=layout, arena_bytes=setup["arena"], limits=limits) as consumer:
+    with Consumer(mover=setup["mover"], layout=layout, arena_bytes=setup["arena"], limits=limits) as consumer:
         say(str(consumer.address))
         for line in sys.stdin:
             tickets = [consumer.announce(HandoffId.parse(text)) for text in json.loads(line)]
