@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import enum
-
 import msgspec
 import pytest
 from hypothesis import given
@@ -23,7 +21,7 @@ from pdhandoff.protocol.deadlines import Deadlines
 from pdhandoff.protocol.manifest import PIECE_ALIGNMENT, Entry, Manifest, Piece, place_pieces
 from pdhandoff.protocol.messages import Attachment, AttachmentSpec
 from pdhandoff.protocol.spans import Hole, IntervalSet, Ledger, Span
-from pdhandoff.protocol.table import Machine, Table
+from pdhandoff.protocol.table import Machine, Name, Table
 from pdhandoff.protocol.tombstones import Tombstones
 
 ENTRY = Entry(component="k", layers=(3, 5), row_bytes=10, page_tokens=4, page_bytes=48)
@@ -218,12 +216,12 @@ def test_values_are_held_against_their_declarations() -> None:
 # ---- tables
 
 
-class State(enum.Enum):
+class State(Name):
     A = 1
     B = 2
 
 
-class Input(enum.Enum):
+class Input(Name):
     GO = 1
 
 
