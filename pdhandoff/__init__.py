@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pdhandoff.runtime.outgoing import Outgoing
     from pdhandoff.runtime.producer import Producer
     from pdhandoff.runtime.sender import Staging
+    from pdhandoff.runtime.tls import TlsConfig
 
 __all__ = [
     "Arrival",
@@ -50,6 +51,7 @@ __all__ = [
     "Shard",
     "Staging",
     "Ticket",
+    "TlsConfig",
     "Unannounced",
     "__version__",
     "attach",
@@ -73,6 +75,7 @@ _HOME = {
     "pdhandoff.runtime.outgoing": ("Outgoing",),
     "pdhandoff.runtime.producer": ("Producer",),
     "pdhandoff.runtime.sender": ("Staging",),
+    "pdhandoff.runtime.tls": ("TlsConfig",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

@@ -40,6 +40,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     "all attachments of one handoff together"
     max_descriptor_bytes: int = 1 << 20
     "a mover's description of one grant"
+    max_handshakes: int = 256
+    "connections to one listener that have not proven themselves yet; for one more, the oldest goes"
+    max_links: int = 4096
+    "open links that one listener keeps"
     max_handoffs_per_link: int = 65536
     max_queue: int = 1024
     "handoffs that wait for memory"

@@ -107,7 +107,7 @@ class LinkOpened(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: Incarnation
     welcome: Welcome
     digest: bytes
-    "of the peer's layout, from its HELLO"
+    "of the peer's layout, from its HELLO; empty with a secret"
 
 
 @final
@@ -170,7 +170,7 @@ class Link:
                 incarnation=incarnation,
                 nonce=nonce,
                 authentication=AUTH_NONE if secret is None else AUTH_HMAC,
-                digest=digest,
+                digest=b"" if secret is not None else digest,  # it would tell an unproven peer which model runs here
             )
         )
         self._peer: Hello | None = None

@@ -86,7 +86,7 @@ class Hello(_Message, frozen=True, kw_only=True, tag=1):
     "fresh for every link; both go into the proofs"
     authentication: Annotated[str, Meta(max_length=32)] = AUTH_NONE
     digest: Annotated[bytes, Meta(max_length=32)] = b""
-    "of the layout that this side produces or consumes, so that equal ones need no comparing"
+    "of the layout that this side produces or consumes, so that equal ones need no comparing; empty with a secret"
 
 
 @final

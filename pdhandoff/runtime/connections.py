@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import errno
+import ipaddress
+import logging
 import os
 import selectors
 import socket
-from collections.abc import Callable
-from typing import Final, Protocol, final
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Final, Protocol, Self, final
 
 import msgspec
 
 from pdhandoff.errors import ErrorCode, LocalError, PdHandoffError
 from pdhandoff.ids import Incarnation
 from pdhandoff.limits import Limits
+from pdhandoff.protocol.codec import encode_message
 from pdhandoff.protocol.link import Link, LinkClosed, LinkEvent, LinkOpened, LinkState, Side
-from pdhandoff.protocol.messages import Message, Welcome
+from pdhandoff.protocol.messages import Bye, Message, Welcome
 from pdhandoff.runtime.address import SocketAddress
+from pdhandoff.runtime.allow import Sources
+from pdhandoff.runtime.channel import Channel, PlainChannel, TlsChannel
+from pdhandoff.runtime.complaints import Complaints
 from pdhandoff.runtime.loop import Loop
+from pdhandoff.runtime.tls import Tls, TlsConfig
 
-__all__ = ["Connections", "Identity", "LinkHandler"]
+__all__ = ["Connections", "Guard", "Identity", "LinkHandler"]
+
+_LOG: Final = logging.getLogger("pdhandoff.runtime")
 
 _READ_BYTES: Final = 1 << 18
 _MAX_UNSENT: Final = 64 << 20
@@ -29,13 +40,32 @@ _ACCEPT_AGAIN_S: Final = 0.2
 
 
 @final
+class Guard(msgspec.Struct, frozen=True, kw_only=True):
+    """What a peer has to show before a link opens. None each: nothing."""
+
+    secret: bytes | None = None
+    tls: Tls | None = None
+    sources: Sources | None = None
+    "from where a listener takes connections"
+
+    @classmethod
+    def of(cls, secret: bytes | None, tls: TlsConfig | None, sources: Sequence[str] | None = None) -> Self:
+        """From what an endpoint is given. Raises LocalError (CONFIG) that names the file or entry that is no good."""
+        return cls(
+            secret=secret,
+            tls=None if tls is None else Tls(tls),
+            sources=None if sources is None else Sources(sources),
+        )
+
+
+@final
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
     """Who this endpoint is, on every link."""
 
     incarnation: Incarnation
     welcome: Welcome
     digest: bytes = b""
-    secret: bytes | None = None
+    guard: Guard = Guard()
 
 
 class LinkHandler(Protocol):
@@ -52,14 +82,15 @@ class LinkHandler(Protocol):
 
 
 class _Connection:
-    """A socket and its link."""
+    """A socket, its link, and what lies between them."""
 
-    __slots__ = ("connecting", "link", "number", "opened", "sock", "unsent", "watched")
+    __slots__ = ("channel", "connecting", "link", "number", "opened", "sock", "unsent", "watched")
 
-    def __init__(self, number: int, sock: socket.socket, link: Link, *, connecting: bool) -> None:
+    def __init__(self, number: int, sock: socket.socket, link: Link, channel: Channel, *, connecting: bool) -> None:
         self.number = number
         self.sock = sock
         self.link = link
+        self.channel = channel
         self.unsent = bytearray()
         self.connecting = connecting
         self.opened = False
@@ -76,6 +107,11 @@ class Connections:
         self._identity = identity
         self._limits = limits
         self._all: dict[int, _Connection] = {}
+        self._handshakes: dict[int, str] = {}
+        "who has connected and not proven itself, by number: the oldest comes first"
+        self._accepted: set[int] = set()
+        "open links that others have dialled"
+        self._complaints = Complaints()
         self._next = 1
         self._listeners: list[socket.socket] = []
         self._accept_at: float | None = None
@@ -83,6 +119,11 @@ class Connections:
 
     def listen(self, sock: socket.socket) -> None:
         """Accept connections from a listening socket."""
+        guard, where = self._identity.guard, sock.getsockname()[0]
+        if guard.secret is None and guard.tls is None and not ipaddress.ip_address(where).is_loopback:
+            _LOG.warning(
+                "listening on %s with neither a secret nor TLS: whoever reaches it can hand off and write there", where
+            )
         self._listeners.append(sock)
         self._watch_listener(sock)
 
@@ -99,17 +140,25 @@ class Connections:
         number, self._next = self._next, self._next + 1
         return number
 
-    def dial(self, number: int, family: int, where: SocketAddress) -> None:
-        """Start to connect. The result comes as `link_opened` or `link_closed`, perhaps before this returns."""
+    def dial(self, number: int, family: int, where: SocketAddress, *, host: str) -> None:
+        """Start to connect. The result comes as `link_opened` or `link_closed`, perhaps before this returns.
+
+        `host` is what was asked for, and what a certificate has to carry.
+        """
         try:
+            channel = self._channel(Side.DIALLER, host)
             sock = socket.socket(family, socket.SOCK_STREAM)
+        except LocalError as error:
+            closed = LinkClosed(code=error.code, reason=error.reason)
+            self._handler.link_closed(number, closed, self._loop.clock())
+            return
         except OSError as error:
             closed = LinkClosed(code=ErrorCode.LINK_LOST, reason=error.strerror or str(error))
             self._handler.link_closed(number, closed, self._loop.clock())
             return
         sock.setblocking(False)  # noqa: FBT003 - the standard library's name for it
         answer = sock.connect_ex(where)
-        connection = self._add(number, sock, Side.DIALLER, connecting=True)
+        connection = self._add(number, sock, Side.DIALLER, channel, connecting=True)
         if answer not in {0, errno.EINPROGRESS}:
             self._broken(connection, os.strerror(answer))
 
@@ -161,7 +210,11 @@ class Connections:
 
     # ---- inside
 
-    def _add(self, number: int, sock: socket.socket, side: Side, *, connecting: bool) -> _Connection:
+    def _channel(self, side: Side, host: str = "") -> Channel:
+        tls = self._identity.guard.tls
+        return PlainChannel() if tls is None else TlsChannel(tls, side, host=host)
+
+    def _add(self, number: int, sock: socket.socket, side: Side, channel: Channel, *, connecting: bool) -> _Connection:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         identity = self._identity
         link = Link(
@@ -170,11 +223,11 @@ class Connections:
             incarnation=identity.incarnation,
             nonce=os.urandom(16),
             welcome=identity.welcome,
-            secret=identity.secret,
+            secret=identity.guard.secret,
             digest=identity.digest,
             limits=self._limits,
         )
-        connection = self._all[number] = _Connection(number, sock, link, connecting=connecting)
+        connection = self._all[number] = _Connection(number, sock, link, channel, connecting=connecting)
         self._watch(connection)
         return connection
 
@@ -183,7 +236,7 @@ class Connections:
 
     def _accept(self, listener: socket.socket) -> None:
         try:
-            sock, _ = listener.accept()
+            sock, where = listener.accept()
         except OSError as error:
             if error.errno in {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}:
                 self._accept_at = self._loop.clock() + _ACCEPT_AGAIN_S
@@ -191,7 +244,27 @@ class Connections:
                     self._loop.unwatch(sock)
             return  # otherwise the peer is gone again
         sock.setblocking(False)  # noqa: FBT003 - the standard library's name for it
-        self._add(self.new_link(), sock, Side.LISTENER, connecting=False)
+        self._admit(sock, str(where[0]))
+
+    def _admit(self, sock: socket.socket, host: str) -> None:
+        sources = self._identity.guard.sources
+        if sources is not None and not sources.allows(host):
+            self._turn_away(sock, host)
+            return
+        if len(self._handshakes) >= self._limits.max_handshakes:
+            # those that mean it are done within a few turns; whoever lingers makes room
+            reason = f"more than {self._limits.max_handshakes} connections wait for their handshakes"
+            self.close(next(iter(self._handshakes)), ErrorCode.BUSY, reason)
+        number = self.new_link()
+        self._handshakes[number] = host
+        self._add(number, sock, Side.LISTENER, self._channel(Side.LISTENER), connecting=False)
+
+    def _turn_away(self, sock: socket.socket, host: str) -> None:
+        """Say why, in the open, before anything has been said or asked."""
+        reason = f"{host} is not on the consumer's allow-list: add it there if it may connect"
+        with sock, suppress(OSError):  # it may not have waited for the answer
+            sock.send(encode_message(Bye(code=ErrorCode.NOT_ALLOWED, reason=reason)))
+        self._complaints.about(host, ErrorCode.NOT_ALLOWED, reason, self._loop.clock())
 
     def _watch(self, connection: _Connection) -> None:
         events = selectors.EVENT_READ
@@ -226,20 +299,27 @@ class Connections:
             self._broken(connection, error.strerror or str(error))
             return False
         now = self._loop.clock()
-        self._feed(connection, lambda link: link.receive(data, now), now)
+        pieces, problem = connection.channel.receive(data)
+        for piece in pieces:
+            self._feed(connection, partial(Link.receive, data=piece, now=now), now)
+            if connection.number not in self._all:
+                return False
+        if problem is not None:
+            self._handle(connection, connection.link.close(problem.code, problem.reason), now)
         return connection.number in self._all
 
     def _flush(self, connection: _Connection) -> None:
         if connection.connecting or connection.number not in self._all:
             return
-        connection.unsent += connection.link.data_to_send()
+        connection.unsent += connection.channel.send(connection.link.data_to_send())
         while connection.unsent:
             try:
                 sent = connection.sock.send(connection.unsent)
             except BlockingIOError:
                 break
             except OSError as error:
-                self._broken(connection, error.strerror or str(error))
+                if self._read(connection):  # why it has gone may still be there to read
+                    self._broken(connection, error.strerror or str(error))
                 return
             del connection.unsent[:sent]
         if len(connection.unsent) > _MAX_UNSENT:
@@ -274,16 +354,27 @@ class Connections:
     def _opened(self, connection: _Connection, event: LinkOpened, now: float) -> None:
         connection.opened = True
         try:
+            self._check_room(connection)
             self._handler.link_opened(connection.number, event)
         except PdHandoffError as error:
             connection.opened = False
             self._handle(connection, connection.link.close(error.code, error.reason), now)
+        if self._handshakes.pop(connection.number, None) is not None:
+            self._accepted.add(connection.number)
+
+    def _check_room(self, connection: _Connection) -> None:
+        if connection.link.side is Side.LISTENER and len(self._accepted) >= self._limits.max_links:
+            raise LocalError(ErrorCode.BUSY, f"this listener keeps no more than {self._limits.max_links} links")
 
     def _end(self, connection: _Connection, closed: LinkClosed, now: float) -> None:
         if self._all.pop(connection.number, None) is None:
             return
+        self._accepted.discard(connection.number)
+        host = self._handshakes.pop(connection.number, None)
+        if host is not None:
+            self._complaints.about(host, closed.code, closed.reason, now)
         self._loop.unwatch(connection.sock)
-        data = bytes(connection.unsent) + connection.link.data_to_send()
+        data = bytes(connection.unsent) + connection.channel.send(connection.link.data_to_send())
         try:
             if data and not connection.connecting:
                 connection.sock.send(data)

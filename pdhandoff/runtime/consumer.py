@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -38,13 +37,16 @@ from pdhandoff.protocol.effects import (
 from pdhandoff.protocol.link import LinkClosed, LinkOpened
 from pdhandoff.protocol.manifest import Manifest
 from pdhandoff.protocol.messages import Grant, GrantedRank, Message, Offer, Welcome
-from pdhandoff.runtime.address import Address, listen, parse_address
+from pdhandoff.runtime.address import Address, parse_address
+from pdhandoff.runtime.address import listen as open_listener
 from pdhandoff.runtime.arrival import Arrival, Ticket
-from pdhandoff.runtime.connections import Connections, Identity
+from pdhandoff.runtime.connections import Connections, Guard, Identity
 from pdhandoff.runtime.loop import Loop
 from pdhandoff.runtime.meeting import Covers, ProducerLink, encode_layouts, meet_producer
 from pdhandoff.runtime.observer import Observer
 from pdhandoff.runtime.proofs import Proofs
+from pdhandoff.runtime.registering import register_whole
+from pdhandoff.runtime.tls import TlsConfig
 from pdhandoff.runtime.verify import shard_digest
 from pdhandoff.runtime.worker import Worker
 
@@ -65,7 +67,9 @@ class Consumer:
         max_seq_len: tokens of one request, prompt and output, that the decode engine can hold; longer prompts are
             refused at the offer. Default: only the landing memory is a limit.
         listen: control address; port 0 takes any, `[::]:5556` all addresses of both families.
-        secret: shared with the producers; None: no authentication.
+        secret: shared with the producers; None: no authentication by secret.
+        tls: certificates of the control link; None: it is not encrypted.
+        allow: addresses and networks that may connect; None: any.
         unannounced: what becomes of offers that nobody announced.
         expected: attachments that this consumer knows.
         policy: what it accepts of layouts that differ.
@@ -81,6 +85,8 @@ class Consumer:
         max_seq_len: int | None = None,
         listen: str = "127.0.0.1:0",
         secret: bytes | None = None,
+        tls: TlsConfig | None = None,
+        allow: Sequence[str] | None = None,
         unannounced: Unannounced = Unannounced.WAIT,
         expected: Mapping[str, Expected] | None = None,
         policy: Policy | None = None,
@@ -99,16 +105,17 @@ class Consumer:
         self._clock = clock
         self._recorder = recorder
         self._native: Native | None = None
+        guard = Guard.of(secret, tls, allow)
         self._owns_mover = isinstance(mover, str)
         with ExitStack() as undo:  # of what a failure further down would leave behind
-            self._listener = undo.enter_context(_listener(listen))
+            self._listener = undo.enter_context(open_listener(parse_address(listen)))
             self._mover: Mover = create(mover) if isinstance(mover, str) else mover
             if self._owns_mover:
                 undo.callback(self._mover.close)
             arena = self._mover.allocate(arena_bytes, memory)
-            self._region = self._mover.register(arena)
+            self._region = register_whole(self._mover, arena)
             undo.callback(self._mover.deregister, self._region)
-            self._prepare(arena, layout, secret, expected, name)
+            self._prepare(arena, layout, guard, expected, name)
             undo.pop_all()
         for thread in (self._loop, self._worker, self._janitor):
             thread.start()
@@ -117,7 +124,7 @@ class Consumer:
         self,
         arena: Memory,
         layout: Layout,
-        secret: bytes | None,
+        guard: Guard,
         expected: Mapping[str, Expected] | None,
         name: str,
     ) -> None:
@@ -166,7 +173,7 @@ class Consumer:
                 liveness_ms=int(limits.liveness_s * 1000),
             ),
             digest=layout_digest(layout),
-            secret=secret,
+            guard=guard,
         )
         self._connections = Connections(self._loop, self, identity, limits)
         self._connections.listen(self._listener)
@@ -490,8 +497,3 @@ class Consumer:
     def _instant(self, step: Step, handoff: HandoffId) -> None:
         if self._recorder is not None:
             self._recorder.instant(step, step.value, **{HANDOFF: str(handoff)[:8]})
-
-
-def _listener(text: str) -> socket.socket:
-    """The constructor's argument hides the function of the same name."""
-    return listen(parse_address(text))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Final, final
 
-from pdhandoff.errors import ErrorCode, PdHandoffError
+from pdhandoff.errors import ErrorCode, LocalError, PdHandoffError
 from pdhandoff.protocol.link import LinkClosed
 from pdhandoff.runtime.address import Address, Resolved, resolve, resolve_numeric
+from pdhandoff.runtime.allow import Destinations
 from pdhandoff.runtime.connections import Connections
 from pdhandoff.runtime.outgoing import Outgoing
 from pdhandoff.runtime.worker import Worker
@@ -45,7 +46,8 @@ class Dialler:
     Args:
         connections: opens the links.
         resolver: looks names up, on a thread that may wait.
-        owed: whether a consumer must still hear DRAINED.
+        allowed: what may be dialled, or looked up; None: everything.
+        owed: whether a consumer must still hear DRAINED, now or later.
         lose: called with (outgoing, code, reason) when its consumer cannot be reached.
     """
 
@@ -54,11 +56,13 @@ class Dialler:
         *,
         connections: Connections,
         resolver: Worker,
+        allowed: Destinations | None,
         owed: Callable[[], bool],
         lose: Callable[[Outgoing, int, str], None],
     ) -> None:
         self._connections = connections
         self._resolver = resolver
+        self._allowed = allowed
         self._owed = owed
         self._lose = lose
         self._ways: dict[Address, _Way] = {}
@@ -68,6 +72,12 @@ class Dialler:
     def reach(self, address: Address, outgoing: Outgoing) -> int | None:
         """The open link to a consumer. None: there is none yet, and `opened` will name this handoff, or it is lost."""
         way = self._ways.get(address)
+        if way is None and self._allowed is not None:
+            try:
+                self._allowed.check(address)
+            except LocalError as error:
+                self._lose(outgoing, error.code, error.reason)
+                return None
         if way is None:
             way = self._ways[address] = _Way(address)
         if way.link is not None and way.opened:
@@ -156,4 +166,4 @@ class Dialler:
         link = self._connections.new_link()
         way.link = link
         self._way_of[link] = way
-        self._connections.dial(link, family, where)
+        self._connections.dial(link, family, where, host=way.address.host)

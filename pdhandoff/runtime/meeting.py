@@ -89,8 +89,11 @@ def meet_consumer(
 class ProducerLink:
     """A producer as a consumer knows it."""
 
-    def __init__(self, incarnation: Incarnation, layout: Layout, bridges: Sequence[Bridge], description: bytes) -> None:
+    def __init__(
+        self, incarnation: Incarnation, shard: Shard, layout: Layout, bridges: Sequence[Bridge], description: bytes
+    ) -> None:
         self.incarnation = incarnation
+        self.shard = shard
         self.layout = layout
         self.bridges = tuple(bridges)
         "one per rank of the consumer"
@@ -100,6 +103,13 @@ class ProducerLink:
 
     def check_offer(self, offer: Offer) -> None:
         """Check that an offer's entries are what this producer's layout gives. Raises PlanError."""
+        said = Shard(offer.manifest.shard, offer.manifest.shards)
+        if said != self.shard:
+            raise PlanError(
+                ErrorCode.MANIFEST_MISMATCH,
+                f"the offer is for shard {said.rank} of {said.of}, its producer is shard {self.shard.rank} of "
+                f"{self.shard.of}: shards of other counts do not fit together",
+            )
         entries = offer.manifest.entries
         if entries in self._good:
             return
@@ -138,11 +148,19 @@ def meet_producer(
     welcome = opened.welcome
     if not welcome.produces:
         raise LocalError(ErrorCode.UNEXPECTED, "the peer hands nothing off: it is no producer")
+    shard = Shard(welcome.shard, welcome.shards)
+    if shard.rank >= shard.of or shard.of > limits.max_shards:
+        raise LayoutError(
+            ErrorCode.LAYOUT_MISMATCH,
+            f"shards: the peer is shard {shard.rank} of {shard.of}, at most {limits.max_shards} are allowed: its rows "
+            "would never be all of a handoff's; start it with the rank and count that it has",
+            field="shards",
+        )
     layout = decode_layout(welcome.produces, limits)
     if welcome.shards > 1:
         policy = msgspec.structs.replace(policy, partial=True)
     bridges = [bridge(layout, destination, policy) for destination in layouts]
-    return ProducerLink(opened.incarnation, layout, bridges, welcome.description)
+    return ProducerLink(opened.incarnation, shard, layout, bridges, welcome.description)
 
 
 def _same_mover(opened: LinkOpened, mover: str) -> None:

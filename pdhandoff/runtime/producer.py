@@ -21,15 +21,18 @@ from pdhandoff.protocol.link import LinkClosed, LinkOpened
 from pdhandoff.protocol.messages import Attachment, AttachmentSpec, Commit, Message, Offer, Welcome
 from pdhandoff.protocol.producer import ProducerCore, ProducerStatistics
 from pdhandoff.runtime.address import Address, parse_address
+from pdhandoff.runtime.allow import Destinations
 from pdhandoff.runtime.chunks import Chunk
-from pdhandoff.runtime.connections import Connections, Identity
+from pdhandoff.runtime.connections import Connections, Guard, Identity
 from pdhandoff.runtime.dialler import Dialler
 from pdhandoff.runtime.loop import Loop
 from pdhandoff.runtime.meeting import ConsumerLink, meet_consumer
 from pdhandoff.runtime.observer import Observer
 from pdhandoff.runtime.outgoing import STANDARD_VALUES, BlockTable, Outgoing, check_specs
+from pdhandoff.runtime.registering import register_whole
 from pdhandoff.runtime.ring import Ring
 from pdhandoff.runtime.sender import Sender, Staging
+from pdhandoff.runtime.tls import TlsConfig
 from pdhandoff.runtime.worker import Worker
 
 __all__ = ["Producer"]
@@ -55,7 +58,9 @@ class Producer:
         staging_bytes: size of the ring.
         staging: whether rows pass through the ring.
         digest: compute a payload digest of every handoff.
-        secret: shared with the consumers; None: no authentication.
+        secret: shared with the consumers; None: no authentication by secret.
+        tls: certificates of the control link; None: it is not encrypted.
+        allow: consumers that a request may name (hosts, addresses, networks, with or without a port); None: any.
     """
 
     def __init__(
@@ -72,6 +77,8 @@ class Producer:
         staging: Staging = Staging.STAGED,
         digest: bool = False,
         secret: bytes | None = None,
+        tls: TlsConfig | None = None,
+        allow: Sequence[str] | None = None,
         name: str = "producer",
         limits: Limits = DEFAULT_LIMITS,
         recorder: Observer | None = None,
@@ -89,6 +96,8 @@ class Producer:
         self._placements = placements
         self._components = {component.name: component for component in layout.components}
         self._native: Native | None = load() if digest else None
+        self._destinations = None if allow is None else Destinations(allow)
+        guard = Guard.of(secret, tls)
         self._owns_mover = isinstance(mover, str)
         self._mover: Mover = create(mover) if isinstance(mover, str) else mover
         self._core = ProducerCore(limits=limits)
@@ -107,8 +116,8 @@ class Producer:
             undo.callback(self._give_back)
             ring = self._mover.allocate(staging_bytes)
             for piece in (ring, *memory):
-                self._regions.append(self._mover.register(piece))
-            self._prepare(ring, placements, staging, secret, name)
+                self._regions.append(register_whole(self._mover, piece))
+            self._prepare(ring, placements, staging, guard, name)
             undo.pop_all()
         for thread in (self._loop, self._worker, self._resolver):
             thread.start()
@@ -118,7 +127,7 @@ class Producer:
         ring: Memory,
         placements: Mapping[str, Placement],
         staging: Staging,
-        secret: bytes | None,
+        guard: Guard,
         name: str,
     ) -> None:
         layout, shard, limits = self.layout, self.shard, self._limits
@@ -147,13 +156,14 @@ class Producer:
                 liveness_ms=int(limits.liveness_s * 1000),
             ),
             digest=layout_digest(layout),
-            secret=secret,
+            guard=guard,
         )
         self._connections = Connections(self._loop, self, identity, limits)
         self._dialler = Dialler(
             connections=self._connections,
             resolver=self._resolver,
-            owed=lambda: self._core.statistics().owed_drains > 0,
+            allowed=self._destinations,
+            owed=self._core.owes,
             lose=self._lose,
         )
 
