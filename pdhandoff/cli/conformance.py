@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pdhandoff.cli.options import mover_option
 from pdhandoff.errors import ErrorCode, LocalError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--option",
         action="append",
         default=[],
-        type=_option,
+        type=mover_option,
         metavar="KEY=VALUE",
         help="an option of the mover, as JSON where it is JSON and as text otherwise; may be repeated",
     )
@@ -153,16 +153,6 @@ class _Progress:
                 self._console.print(f"\n{result.rule}, the last lines on standard error:\n{escape(result.detail)}")
         counts = ", ".join(f"{len(report.of(verdict))} {verdict.value}" for verdict in Verdict)
         self._console.print(f"\n{report.mover}: {counts}")
-
-
-def _option(text: str) -> tuple[str, object]:
-    name, equals, value = text.partition("=")
-    if not equals or not name.isidentifier():
-        raise argparse.ArgumentTypeError(f"{text!r} is no option such as protocol=tcp")
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value
 
 
 def _positive(text: str) -> int:

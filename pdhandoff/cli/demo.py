@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pdhandoff.cli.options import mover_option
 from pdhandoff.errors import ErrorCode, LocalError
 
 if TYPE_CHECKING:
@@ -42,6 +43,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--chunk", type=int, default=128, help="tokens of one prefill chunk (default: %(default)s)")
     parser.add_argument("--max-tokens", type=int, default=32, help="tokens to decode (default: %(default)s)")
     parser.add_argument("--mover", default="loopback", help="transfer engine (default: %(default)s)")
+    parser.add_argument(
+        "--mover-option",
+        action="append",
+        default=[],
+        type=mover_option,
+        metavar="KEY=VALUE",
+        help="an option of the mover, as JSON where it is JSON and as text otherwise; may be repeated",
+    )
     parser.add_argument(
         "--listen",
         default="127.0.0.1:0",
@@ -108,6 +117,7 @@ def _options(options: argparse.Namespace) -> DemoOptions:
         chunk=options.chunk,
         max_tokens=options.max_tokens,
         mover=options.mover,
+        mover_options=dict(options.mover_option),
         listen=options.listen,
         corrupt=options.corrupt,
         kill=options.kill,

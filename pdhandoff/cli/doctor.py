@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pdhandoff.cli.options import mover_option
 from pdhandoff.errors import ErrorCode, LocalError
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--option",
         action="append",
         default=[],
-        type=_option,
+        type=mover_option,
         metavar="KEY=VALUE",
         help="an option of the one --mover; the value is JSON, or text",
     )
@@ -64,16 +64,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--json", action="store_true", help="print findings as JSON, and nothing else, on standard output"
     )
     parser.set_defaults(run=_run)
-
-
-def _option(text: str) -> tuple[str, object]:
-    key, equals, value = text.partition("=")
-    if not equals or not key.isidentifier():
-        raise argparse.ArgumentTypeError(f"{text!r} is no option such as protocol=tcp")
-    try:
-        return key, json.loads(value)
-    except ValueError:
-        return key, value
 
 
 def _seconds(text: str) -> float:

@@ -7,6 +7,7 @@ the rows of others land.
 from __future__ import annotations
 
 import argparse
+import json
 import queue
 import sys
 import threading
@@ -42,6 +43,8 @@ from pdhandoff.demo.wire import (
     decode_command,
     encode,
 )
+from pdhandoff.engines.base import Mover
+from pdhandoff.engines.registry import create
 from pdhandoff.errors import HandoffFailed, PdHandoffError
 from pdhandoff.ids import HandoffId
 from pdhandoff.observe.steps import HANDOFF, Step
@@ -63,7 +66,7 @@ _ANNOUNCE_S: Final = 15.0
 class DecodeNode:
     """Waits for handoffs on a thread each, decodes them one after another on the caller's thread."""
 
-    def __init__(self, *, mover: str, listen: str, recorder: Recorder, kill_at: str | None, arena_bytes: int) -> None:
+    def __init__(self, *, mover: Mover, listen: str, recorder: Recorder, kill_at: str | None, arena_bytes: int) -> None:
         self._recorder = KillAt(recorder, kill_at)
         self._network = Network(DEFAULT_CONFIG)
         self._engine = DecodeEngine(self._network)
@@ -168,14 +171,16 @@ def main(argv: list[str] | None = None) -> int:
     """Take commands until Stop."""
     parser = argparse.ArgumentParser(prog="pdhandoff.demo.decode_node")
     parser.add_argument("--mover", default="loopback")
+    parser.add_argument("--mover-options", type=json.loads, default={})
     parser.add_argument("--listen", default="127.0.0.1:0")
     parser.add_argument("--arena", type=int, default=64 << 20)
     parser.add_argument("--kill-at")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     recorder = Recorder("decode")
+    mover = create(options.mover, **options.mover_options)
     node = DecodeNode(
-        mover=options.mover,
+        mover=mover,
         listen=options.listen,
         recorder=recorder,
         kill_at=options.kill_at,
@@ -192,6 +197,7 @@ def main(argv: list[str] | None = None) -> int:
             stopped = node.stopped()
             Path(command.recording).write_bytes(recorder.recording().encode())
             _say(stopped)
+            mover.close()
             return 0
     return 0
 

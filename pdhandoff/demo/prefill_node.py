@@ -6,8 +6,10 @@ Run by `pdhandoff demo`; takes commands on standard input and says events on sta
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -135,9 +137,9 @@ class PrefillNode:
         )
 
 
-def make_mover(name: str, *, corrupt: bool) -> Mover:
+def make_mover(name: str, options: Mapping[str, object], *, corrupt: bool) -> Mover:
     """The mover, with one byte of its first write flipped on the way where that is wanted."""
-    mover = create(name)
+    mover = create(name, **options)
     return Faulty(mover, [Rule(fault=Fault.FLIP, call=0, byte=1000)]) if corrupt else mover
 
 
@@ -145,13 +147,14 @@ def main(argv: list[str] | None = None) -> int:
     """Take commands until Stop."""
     parser = argparse.ArgumentParser(prog="pdhandoff.demo.prefill_node")
     parser.add_argument("--mover", default="loopback")
+    parser.add_argument("--mover-options", type=json.loads, default={})
     parser.add_argument("--corrupt", action="store_true")
     parser.add_argument("--kill-at")
     parser.add_argument("--pages", type=int, default=256)
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     recorder = Recorder("prefill")
-    mover = make_mover(options.mover, corrupt=options.corrupt)
+    mover = make_mover(options.mover, options.mover_options, corrupt=options.corrupt)
     node = PrefillNode(mover=mover, recorder=recorder, kill_at=options.kill_at, pages=options.pages)
     _say(NodeReady())
     for line in sys.stdin.buffer:

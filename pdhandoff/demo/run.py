@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, TypeVar, final
 
@@ -32,6 +32,8 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
     chunk: int = 128
     max_tokens: int = 32
     mover: str = "loopback"
+    mover_options: Mapping[str, object] = {}
+    "keyword arguments of the mover's factory, in both processes"
     listen: str = "127.0.0.1:0"
     corrupt: bool = False
     kill: str | None = None
@@ -199,15 +201,19 @@ class _Stage:
     # ---- nodes
 
     def _start_decode(self, kill_at: str | None) -> tuple[Node, str]:
-        arguments = ["--mover", self._options.mover, "--listen", self._options.listen]
+        arguments = [*self._mover(), "--listen", self._options.listen]
         node = self._start("decode", [*arguments, *_kill(kill_at)])
         return node, _expect(node, NodeReady, _START_S).address
 
     def _start_prefill(self, kill_at: str | None, *, corrupt: bool) -> Node:
-        arguments = ["--mover", self._options.mover, *(["--corrupt"] if corrupt else [])]
+        arguments = [*self._mover(), *(["--corrupt"] if corrupt else [])]
         node = self._start("prefill", [*arguments, *_kill(kill_at)])
         _expect(node, NodeReady, _START_S)
         return node
+
+    def _mover(self) -> list[str]:
+        options = msgspec.json.encode(self._options.mover_options).decode()
+        return ["--mover", self._options.mover, "--mover-options", options]
 
     def _start(self, name: str, arguments: list[str]) -> Node:
         self._generation += 1

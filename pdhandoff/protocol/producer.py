@@ -315,6 +315,10 @@ class ProducerCore:
             owed_drains=len(self._owed),
         )
 
+    def owes(self) -> bool:
+        """Whether a consumer must hear DRAINED over another link: now, or when what is in flight has become quiet."""
+        return len(self._owed) > 0 or any(shard.link not in self._peers for shard in self._shards.values())
+
     # ---- inside
 
     def _granted(self, shard: ProducerShard, grant: Grant, now: float) -> None:

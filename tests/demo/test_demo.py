@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from support.transfer_engines import need_mover
+
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -54,6 +56,37 @@ def test_a_byte_flipped_in_flight_is_refused_before_the_first_token(tmp_path: Pa
     assert set(report["held_after"].values()) == {0}
 
 
+MOVERS = {
+    "nixl": ("--mover-option", "transports=tcp,self", "--mover-option", 'ucx={"NET_DEVICES": "lo"}'),
+    "mooncake": ("--mover-option", "stall_s=5", "--mover-option", "log_level=silent"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mover", MOVERS)
+def test_every_token_is_identical_over_other_movers(tmp_path: Path, mover: str) -> None:
+    need_mover(mover)
+    status, report, said = run(tmp_path, "--mover", mover, *MOVERS[mover], "--prompts", "200,150", "--max-tokens", "4")
+    assert status == 0, said
+    assert [line["identical"] for line in report["requests"]] == [True, True]
+    assert set(report["held_after"].values()) == {0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mover", MOVERS)
+def test_a_byte_flipped_in_flight_is_refused_over_other_movers(tmp_path: Path, mover: str) -> None:
+    need_mover(mover)
+    status, report, said = run(
+        tmp_path, "--mover", mover, *MOVERS[mover], "--corrupt", "--prompts", "200,150", "--max-tokens", "4"
+    )
+    assert status == 0, said
+    corrupted, clean = report["requests"]
+    assert corrupted["refused"] == "DIGEST_MISMATCH"
+    assert corrupted["identical"] is None
+    assert clean["identical"] is True
+    assert set(report["held_after"].values()) == {0}
+
+
 KILLS = [
     *(("producer", step) for step in ("offer", "grant", "gather", "write", "commit")),
     *(("consumer", step) for step in ("landed", "ready", "convert", "decode")),
@@ -80,6 +113,7 @@ def test_a_process_killed_at_a_step_leaves_the_other_clean_and_a_second_try_iden
         (("--kill", "producer", "--at", "decode"), "gather"),
         (("--prompts", "0"), "at least 1"),
         (("--mover", "pigeon"), "loopback"),
+        (("--mover-option", "wings=2"), "wings"),
         (("--listen", "nowhere"), "host:port"),
     ],
 )

@@ -341,6 +341,19 @@ def test_a_drained_is_owed_until_a_link_to_the_same_life_has_carried_it() -> Non
     assert core.statistics().owed_drains == 0
 
 
+def test_a_word_is_owed_from_the_moment_that_the_link_is_lost_under_a_write() -> None:
+    """Whoever dials again does so then: nobody asks when the write is over."""
+    core = moving()
+    core.write_started(A, 1, PAGE, 0.0)
+    assert not core.owes()
+    core.link_lost(1, 0, "lost")
+    assert core.owes()
+    core.write_done(A, 1, (ROW,), 0.0)
+    assert core.owes()
+    core.link_up(2, CONSUMER)
+    assert not core.owes()
+
+
 def test_a_link_that_is_there_already_carries_what_another_one_lost() -> None:
     core = moving()
     core.write_started(A, 1, PAGE, 0.0)

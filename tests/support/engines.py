@@ -1,4 +1,4 @@
-"""A fake prefill engine, a decode side that checks every row, and the two joined over loopback in one process.
+"""A fake prefill engine, a decode side that checks every row, and the two joined in one process.
 
 Every row says which request, component, plane, layer, head and token it belongs to, so that any mix-up shows.
 """
@@ -30,6 +30,7 @@ from pdhandoff import (
     Producer,
     Shard,
 )
+from pdhandoff.engines.base import Mover
 from pdhandoff.engines.faults import Faulty, Rule
 from pdhandoff.engines.loopback import create
 from pdhandoff.layouts import Component, ComponentKind, Element, Model, Plane, Quantisation
@@ -39,6 +40,7 @@ from pdhandoff.runtime.chunks import Chunk
 __all__ = [
     "FAST",
     "LAYOUT",
+    "WIDE",
     "Counts",
     "Pair",
     "Prefill",
@@ -116,6 +118,19 @@ def make_layout(*components: Component, layers: int = 3) -> Layout:
 
 LAYOUT = make_layout(kv_component(), index_component())
 "two components with different page sizes"
+
+
+_KEY = Plane(name="key", element=Element.BF16, elements=16384, page_stride=1 << 20, token_stride=1 << 16)
+WIDE = make_layout(
+    Component(
+        name="wide",
+        kind=ComponentKind.KEY_VALUE,
+        layers=(0, 1, 2),
+        page_tokens=16,
+        planes=(_KEY, msgspec.structs.replace(_KEY, name="value", offset=1 << 15)),
+    )
+)
+"few rows of 32 KiB: moving a prompt takes a while, checking it does not"
 
 
 def row_bytes(tag: int, component: str, plane: Plane, *, layer: int, head: int, token: int) -> bytes:
@@ -249,7 +264,7 @@ def leaves_nothing() -> Iterator[None]:
 
 
 class Pair:
-    """A consumer and one or more producers over loopback, each with a fake prefill engine."""
+    """A consumer and one or more producers in one process, each with a fake prefill engine and a mover of its own."""
 
     def __init__(
         self,
@@ -263,11 +278,13 @@ class Pair:
         consumer: Mapping[str, Any] | None = None,
         producer: Mapping[str, Any] | None = None,
         counted: bool = True,
+        mover: Callable[[], Mover] = create,
     ) -> None:
         self.before = counts() if counted else None
         self._stack = ExitStack()
+        self._mover = mover
         sources = [layout] if shards is None else list(shards)
-        self.landing_mover = create()
+        self.landing_mover = mover()
         self._stack.callback(self.landing_mover.close)
         self.consumer = Consumer(
             mover=self.landing_mover, layout=layout, arena_bytes=arena_bytes, limits=limits, **(consumer or {})
@@ -278,19 +295,27 @@ class Pair:
         self.faults: list[Faulty] = []
         self.producers: list[Producer] = []
         common = {"replicas": Shard(0, 1), "limits": limits, "staging_bytes": staging_bytes}
+        self._options = {**common, **(producer or {})}
         for rank, source in enumerate(sources):
-            self._add(source, Shard(rank, len(sources)), rules, {**common, **(producer or {})})
+            self._add(source, Shard(rank, len(sources)), rules)
 
-    def _add(self, layout: Layout, shard: Shard, rules: Sequence[Rule], options: Mapping[str, Any]) -> None:
+    def replace_producer(self) -> None:
+        """The only producer is closed: another one, on another mover without faults, takes its place."""
+        layout = self.engine.layout
+        for things in (self.engines, self.faults, self.producers):
+            things.clear()
+        self._add(layout, Shard(0, 1), ())
+
+    def _add(self, layout: Layout, shard: Shard, rules: Sequence[Rule]) -> None:
         engine = Prefill(layout, seed=shard.rank)
-        mover = Faulty(create(), rules)
+        mover = Faulty(self._mover(), rules)
         self._stack.callback(mover.close)
         producer = Producer(
             mover=mover,
             layout=layout,
             placements=engine.placements,
             memory=engine.memory,
-            **{"shard": shard, **options},
+            **{"shard": shard, **self._options},
         )
         self._stack.callback(lambda: producer.close(drain_s=1.0))
         self.engines.append(engine)
