@@ -110,6 +110,11 @@ class LineProcess:
         """Send a signal to the process alone."""
         self._process.send_signal(number)
 
+    @property
+    def ended(self) -> bool:
+        """Whether the process is gone."""
+        return self._process.poll() is not None
+
     def kill(self) -> None:
         """As `kill -9`, the whole group if it has one, and wait until it is gone. Idempotent."""
         if self._group:

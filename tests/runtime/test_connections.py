@@ -316,7 +316,7 @@ def test_nothing_is_disclosed_before_the_right_proof(description: bytes, secret:
         with RawPeer.dial(pair.consumer.address, producer_welcome(description), secret=secret) as peer:
             assert peer.wait_closed().code == ErrorCode.AUTHENTICATION
             assert b"loopback" not in peer.heard
-            assert b"kv" not in peer.heard
+            assert b"page_tokens" not in peer.heard
         outgoing = pair.offer(HandoffId.mint(), 5)
         with pytest.raises(HandoffFailed, match="same secret") as caught:
             outgoing.wait(DEADLINE_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from threading import Event
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["RULES", "end_of", "storm_under_way"]
 
 _LOOK_S = 0.002
+_MOST_UNDER_WAY = 256
 
 
 def end_of(bench: Bench, side: Side, transfers: Sequence[Transfer], what: str) -> list[TransferState]:
@@ -78,6 +80,10 @@ def _killed_during(bench: Bench) -> None:
     writes = Writes.of((writer.address, other.address, writer.length))
     writer.finish(writer.mover.submit(peer, writes))
     transfers = [writer.mover.submit(peer, writes) for _ in range(16)]
+    other.begin_to_kill()
+    with contextlib.suppress(MoverError):  # the peer's death was noticed
+        while not other.process.ended and len(transfers) < _MOST_UNDER_WAY:  # some are under way whenever it dies
+            transfers.append(writer.mover.submit(peer, writes))
     other.kill()
     end_of(bench, writer, transfers, "a write to a peer that was killed meanwhile")
 
