@@ -29,7 +29,7 @@ def main() -> int:
     with Consumer(mover="loopback", layout=LAYOUT, arena_bytes=16 << 20, listen=listen) as consumer:
         handoff = HandoffId.mint()  # a real front end sends it with the request
         ticket = consumer.announce(handoff, deadline_s=60)
-        print(f"python examples/producer.py {consumer.address} {handoff}", flush=True)
+        print(f"{sys.executable} examples/producer.py {consumer.address} {handoff}", flush=True)
         try:
             # leaving the block frees the landing memory, however it ends
             with ticket.wait() as arrival:

@@ -26,7 +26,7 @@ def test_the_producer_hands_one_request_to_the_consumer() -> None:
     ) as consumer:
         assert consumer.stdout is not None
         command = consumer.stdout.readline().split()
-        assert command[:2] == ["python", "examples/producer.py"]
+        assert command[:2] == [sys.executable, "examples/producer.py"]
         producer = run(*command[1:])
         assert producer.returncode == 0, producer.stderr
         said = consumer.stdout.read()

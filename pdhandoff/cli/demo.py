@@ -59,7 +59,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--corrupt",
         action="store_true",
-        help="flip a byte of request 0 in flight: it must be refused before its first token",
+        help="flip a byte of the first write: its request must be refused before its first token",
     )
     parser.add_argument("--kill", choices=sorted(_STEPS), help="kill this side in the middle, then run all again")
     parser.add_argument(
@@ -110,6 +110,8 @@ def _options(options: argparse.Namespace) -> DemoOptions:
             raise LocalError(ErrorCode.CONFIG, f"--at {at}: a {options.kill} can be killed at {', '.join(steps)}")
     elif at is not None:
         raise LocalError(ErrorCode.CONFIG, "--at says when to --kill: name the producer or the consumer too")
+    if options.corrupt and options.kill is not None:
+        raise LocalError(ErrorCode.CONFIG, "--corrupt and --kill are two demonstrations: choose one")
     if not prompts or min(prompts) < 1 or options.chunk < 1 or options.max_tokens < 1:
         raise LocalError(ErrorCode.CONFIG, "prompts, chunk and tokens must be at least 1")
     return DemoOptions(

@@ -14,7 +14,7 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand. Returns the exit status: 0 as promised, 1 not so, 2 wrong usage, 130 interrupted."""
+    """Run a subcommand. Returns the exit status: 0 as promised, 1 not so, 2 unknown options, 130 interrupted."""
     parser = argparse.ArgumentParser(
         prog="pdhandoff", description="Let one LLM engine's prefill continue in another engine's decode."
     )

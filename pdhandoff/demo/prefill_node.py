@@ -29,7 +29,7 @@ from pdhandoff.demo.wire import NodeReady, Prefill, Request, Sent, Stop, Stopped
 from pdhandoff.engines.base import Mover
 from pdhandoff.engines.faults import Fault, Faulty, Rule
 from pdhandoff.engines.registry import create
-from pdhandoff.errors import ErrorCode, HandoffFailed, PdHandoffError
+from pdhandoff.errors import ErrorCode, HandoffFailed, LocalError, PdHandoffError
 from pdhandoff.ids import HandoffId
 from pdhandoff.observe.steps import HANDOFF, Step
 from pdhandoff.observe.trace import Recorder
@@ -44,7 +44,7 @@ _SETTLE_S: Final = 60.0
 class _Running:
     """One request under way."""
 
-    def __init__(self, request: Request, number: int, outgoing: Outgoing) -> None:
+    def __init__(self, request: Request, number: int | None, outgoing: Outgoing) -> None:
         self.request = request
         self.engine_request = number
         self.outgoing = outgoing
@@ -73,7 +73,7 @@ class PrefillNode:
     def run(self, command: Prefill) -> None:
         """Prefill in turns, one chunk of each request after another, then report every outcome."""
         running = [self._start(request, command.consumer) for request in command.requests]
-        waiting = list(running)
+        waiting = [item for item in running if item.engine_request is not None]
         while waiting:
             for item in list(waiting):
                 if self._step(item, command.chunk):
@@ -95,12 +95,22 @@ class PrefillNode:
         outgoing = self._producer.offer(
             consumer, HandoffId.parse(request.handoff), prompt_tokens=len(request.prompt), queue_s=30.0
         )
-        return _Running(request, self._engine.add(request.prompt), outgoing)
+        try:
+            number = self._engine.add(request.prompt)
+        except LocalError:
+            number = None  # longer than the decode engine can take, too: it refuses the offer and says why
+        return _Running(request, number, outgoing)
 
     def _step(self, item: _Running, chunk: int) -> bool:
-        """Run one chunk and push its rows, after its draft phase. True: it was the last chunk."""
+        """Run one chunk and push its rows, after its draft phase. True: there is no further chunk."""
+        if item.engine_request is None:
+            return True
         started = time.monotonic_ns()
-        progress = self._engine.step(item.engine_request, chunk)
+        try:
+            progress = self._engine.step(item.engine_request, chunk)
+        except LocalError as error:
+            item.outgoing.cancel(error.reason)
+            return True
         label = item.request.handoff[:8]
         track = f"prefill {item.request.number}"
         self._recorder.add(Step.PREFILL, track, started, time.monotonic_ns(), **{HANDOFF: label})
@@ -123,7 +133,7 @@ class PrefillNode:
         except TimeoutError:
             code, reason = int(ErrorCode.INTERNAL), "no outcome"
             item.outgoing.cancel("the demo gave up")
-        if item.outgoing.source_free.wait(_SETTLE_S):
+        if item.outgoing.source_free.wait(_SETTLE_S) and item.engine_request is not None:
             self._engine.free(item.engine_request)
         manifest = item.outgoing.manifest
         return Sent(

@@ -8,6 +8,7 @@ from typing import Final, TypeVar, final
 
 import msgspec
 
+from pdhandoff.demo.model.config import DEFAULT_CONFIG
 from pdhandoff.demo.model.prompts import prompt_tokens
 from pdhandoff.demo.nodes import Node, NodeDied
 from pdhandoff.demo.wire import Announce, Compare, Compared, Decoded, NodeReady, Prefill, Request, Sent, Stop, Stopped
@@ -21,6 +22,9 @@ T = TypeVar("T", NodeReady, Sent, Decoded, Compared, Stopped)
 
 _START_S: Final = 120.0
 _STEP_S: Final = 120.0
+_LEAST_ARENA: Final = 64 << 20
+_PAGE_ROWS_BYTES: Final = 512 << 10
+"more than the rows of one page take in all layers"
 
 
 @final
@@ -82,7 +86,12 @@ class DemoResult(msgspec.Struct, frozen=True, kw_only=True):
 
 def run_demo(options: DemoOptions, progress: Callable[[str], None]) -> DemoResult:
     """Run it. `progress` is told what goes on."""
-    options.out.mkdir(parents=True, exist_ok=True)
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LocalError(
+            ErrorCode.CONFIG, f"cannot write to {options.out}: {error.strerror}; choose another folder with --out"
+        ) from error
     with _Stage(options, progress) as stage:
         return stage.play()
 
@@ -201,15 +210,21 @@ class _Stage:
     # ---- nodes
 
     def _start_decode(self, kill_at: str | None) -> tuple[Node, str]:
-        arguments = [*self._mover(), "--listen", self._options.listen]
+        arena = max(_LEAST_ARENA, sum(self._pages()) * _PAGE_ROWS_BYTES)
+        arguments = [*self._mover(), "--listen", self._options.listen, "--arena", str(arena)]
         node = self._start("decode", [*arguments, *_kill(kill_at)])
         return node, _expect(node, NodeReady, _START_S).address
 
     def _start_prefill(self, kill_at: str | None, *, corrupt: bool) -> Node:
-        arguments = [*self._mover(), *(["--corrupt"] if corrupt else [])]
+        arguments = [*self._mover(), "--pages", str(sum(self._pages()) + 1), *(["--corrupt"] if corrupt else [])]
         node = self._start("prefill", [*arguments, *_kill(kill_at)])
         _expect(node, NodeReady, _START_S)
         return node
+
+    def _pages(self) -> list[int]:
+        """Pages of each request; a prompt that is refused needs none."""
+        page = DEFAULT_CONFIG.page_tokens
+        return [-(-tokens // page) for tokens in self._options.prompts if tokens < DEFAULT_CONFIG.max_seq_len] or [1]
 
     def _mover(self) -> list[str]:
         options = msgspec.json.encode(self._options.mover_options).decode()

@@ -1,17 +1,17 @@
-"""Range checks over columns of writes, shared by the movers and the wrappers that must not trust their caller."""
+"""Range checks of memory, extents and columns of writes, for movers and for wrappers that must not trust callers."""
 
 from __future__ import annotations
 
 import bisect
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from operator import add
 from typing import final
 
-from pdhandoff.engines.base import Writes
+from pdhandoff.engines.base import Extent, Memory, Writes
 from pdhandoff.errors import ErrorCode, MoverError
 
-__all__ = ["Runs", "check_columns"]
+__all__ = ["Runs", "check_columns", "check_inside", "check_memory", "disjoint", "outside"]
 
 
 @final
@@ -80,3 +80,43 @@ def check_columns(writes: Writes, *, max_writes: int) -> None:
         )
     if count and min(writes.length) < 0:
         raise MoverError(ErrorCode.MISUSE, f"a write has length {min(writes.length)}: lengths are never below zero")
+
+
+def check_inside(runs: Runs, addresses: array[int], lengths: array[int], what: str) -> None:
+    """Refuse a batch with a write outside `runs`, which are called `what`. Raises MoverError (OUT_OF_RANGE)."""
+    index = runs.first_outside(addresses, lengths)
+    if index is not None:
+        raise outside(index, addresses, lengths, what)
+
+
+def outside(index: int, addresses: array[int], lengths: array[int], what: str) -> MoverError:
+    """The refusal of a batch whose write at `index` leaves `what`."""
+    return MoverError(
+        ErrorCode.OUT_OF_RANGE,
+        f"write {index}: {lengths[index]} bytes at {addresses[index]:#x} lie outside {what}; nothing was written",
+    )
+
+
+def check_memory(memory: Memory) -> None:
+    """Refuse to register no memory. Raises MoverError (OUT_OF_RANGE)."""
+    if memory.address <= 0 or memory.length <= 0:
+        raise MoverError(
+            ErrorCode.OUT_OF_RANGE, f"memory of {memory.length} bytes at {memory.address:#x} cannot be registered"
+        )
+
+
+def disjoint(extents: Sequence[Extent], page: int) -> list[Extent]:
+    """The extents in address order.
+
+    Raises:
+        MoverError: OUT_OF_RANGE, unless they are whole pages of `page` bytes and do not overlap.
+    """
+    end = 0
+    ordered = sorted(extents)
+    for extent in ordered:
+        if extent.address % page or extent.length % page or extent.length <= 0:
+            raise MoverError(ErrorCode.OUT_OF_RANGE, f"{extent} is not made of whole pages of {page} bytes")
+        if extent.address < end:
+            raise MoverError(ErrorCode.OUT_OF_RANGE, f"{extent} overlaps the extent before it")
+        end = extent.address + extent.length
+    return ordered

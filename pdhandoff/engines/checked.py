@@ -7,14 +7,13 @@ so by `allow`, and every batch is compared with that before the engine sees it.
 from __future__ import annotations
 
 import threading
-from array import array
 from collections.abc import Sequence
 from typing import final
 
 import msgspec
 
 from pdhandoff.engines.base import Extent, Memory, Mover, Peer, Region, Transfer, Writes
-from pdhandoff.engines.bounds import Runs, check_columns
+from pdhandoff.engines.bounds import Runs, check_columns, outside
 from pdhandoff.engines.forwarding import Forwarding
 from pdhandoff.errors import ErrorCode, MoverError
 
@@ -109,16 +108,16 @@ class Checked(Forwarding):
         check_columns(writes, max_writes=self.capabilities.max_writes)
         with self._lock:
             registered = self._registered
-        outside = registered.first_outside(writes.source, writes.length)
-        if outside is not None:
+        bad = registered.first_outside(writes.source, writes.length)
+        if bad is not None:
             with self._lock:
                 self._refused_sources += 1
-            raise _refusal(outside, writes.source, writes.length, "registered memory")
-        outside = target.allowed.first_outside(writes.destination, writes.length)
-        if outside is not None:
+            raise outside(bad, writes.source, writes.length, "registered memory")
+        bad = target.allowed.first_outside(writes.destination, writes.length)
+        if bad is not None:
             with self._lock:
                 self._refused_destinations += 1
-            raise _refusal(outside, writes.destination, writes.length, "what the peer granted")
+            raise outside(bad, writes.destination, writes.length, "what the peer granted")
         transfer = self._mover.submit(target.inner, writes)
         with self._lock:
             self._passed += 1
@@ -150,10 +149,3 @@ def _own(peer: Peer) -> CheckedPeer:
     if not isinstance(peer, CheckedPeer):
         raise MoverError(ErrorCode.MISUSE, f"{type(peer).__name__} is no peer of this wrapper: connect through it")
     return peer
-
-
-def _refusal(index: int, addresses: array[int], lengths: array[int], what: str) -> MoverError:
-    return MoverError(
-        ErrorCode.OUT_OF_RANGE,
-        f"write {index}: {lengths[index]} bytes at {addresses[index]:#x} lie outside {what}; nothing was written",
-    )

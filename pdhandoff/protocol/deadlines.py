@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Hashable
-from typing import Generic, TypeVar, final
+from typing import Final, Generic, TypeVar, final
 
 __all__ = ["Deadlines"]
+
+_SLACK: Final = 64
+"entries that the heap may have beyond twice the deadlines"
 
 K = TypeVar("K", bound=Hashable)
 
@@ -32,6 +35,10 @@ class Deadlines(Generic[K]):
     def clear(self, key: K) -> None:
         """The key has no deadline any more."""
         self._at.pop(key, None)
+        if len(self._heap) > 2 * len(self._at) + _SLACK:  # far-off deadlines that were cleared would stay for long
+            self._heap = [(at, number, other) for number, (other, at) in enumerate(self._at.items())]
+            heapq.heapify(self._heap)
+            self._number = len(self._heap)
 
     def next(self) -> float | None:
         """The earliest deadline, None when there is none."""

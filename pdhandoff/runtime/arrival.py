@@ -94,10 +94,17 @@ class Arrival:
         if attachment is None:
             have = ", ".join(sorted(self.attachments)) or "none"
             raise LocalError(ErrorCode.ATTACHMENT, f"no attachment {name!r} came with this handoff (there are: {have})")
-        return read_int(attachment)[0]
+        try:
+            (value,) = read_int(attachment)
+        except ValueError as error:
+            raise LocalError(
+                ErrorCode.ATTACHMENT, f"attachment {name!r} is no single i64: {attachment.spec}"
+            ) from error
+        return value
 
     def rows(self, destination: int = 0) -> list[LandedRows]:
-        """The landed rows for one rank of this consumer, one item per manifest entry."""
+        """The landed rows for one consumer rank, one item per manifest entry. Raises LocalError after release."""
+        self._check_held()
         return landed_rows(self._claim, self._sources, destination)
 
     def convert_into(

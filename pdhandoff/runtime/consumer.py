@@ -43,6 +43,7 @@ from pdhandoff.runtime.arrival import Arrival, Ticket
 from pdhandoff.runtime.connections import Connections, Guard, Identity
 from pdhandoff.runtime.loop import Loop
 from pdhandoff.runtime.meeting import Covers, ProducerLink, encode_layouts, meet_producer
+from pdhandoff.runtime.numbers import whole_number
 from pdhandoff.runtime.observer import Observer
 from pdhandoff.runtime.proofs import Proofs
 from pdhandoff.runtime.registering import register_whole
@@ -207,8 +208,8 @@ class Consumer:
             deadline_s: how long until its first offer. Default: `Limits.announce_s`.
             start_token: rows before it are held here already and need not move.
         """
-        ticket = Ticket(self, handoff)
-        if not self._post(lambda: self._announce(ticket, deadline_s, start_token)):
+        ticket, start = Ticket(self, handoff), whole_number("start_token", start_token)
+        if not self._post(lambda: self._announce(ticket, deadline_s, start)):
             ticket.fail(ErrorCode.DRAINING, "this consumer is closed: announce to another one")
         return ticket
 

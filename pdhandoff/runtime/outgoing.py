@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Final, final
 
 from pdhandoff.errors import ErrorCode, HandoffFailed, LocalError
 from pdhandoff.ids import HandoffId
 from pdhandoff.limits import DEFAULT_LIMITS, Limits
-from pdhandoff.planner import PageTable
 from pdhandoff.protocol.attachments import DTYPES, attach_int
 from pdhandoff.protocol.manifest import Manifest
 from pdhandoff.protocol.messages import Attachment, AttachmentSpec
 from pdhandoff.runtime.chunks import Chunk, Event
+from pdhandoff.runtime.numbers import whole_number
+from pdhandoff.runtime.tables import BlockTable
 
 if TYPE_CHECKING:
     from pdhandoff.runtime.producer import Producer
 
-__all__ = ["STANDARD_VALUES", "BlockTable", "Outgoing", "check_specs"]
+__all__ = ["STANDARD_VALUES", "Outgoing", "check_specs"]
 
 _MOST_NAME: Final = 64
 _MOST_AXES: Final = 8
@@ -30,9 +31,6 @@ STANDARD_VALUES: Final = (
     AttachmentSpec(name="first_token", dtype="i64"),
 )
 "what `commit` may attach unless the offer declares otherwise"
-
-BlockTable = Sequence[int] | PageTable | Mapping[str, PageTable]
-"page ids for all components alike (they must share one page size), one page table, or one per component"
 
 
 def check_specs(specs: Sequence[AttachmentSpec], limits: Limits) -> None:
@@ -101,6 +99,10 @@ class Outgoing:
             raise LocalError(
                 ErrorCode.OUT_OF_RANGE, f"tokens {tokens} lie outside the prompt of {self.prompt_tokens} tokens"
             )
+        if after is not None and not callable(getattr(after, "query", None)):
+            raise LocalError(
+                ErrorCode.MISUSE, f"after must have a query() that says whether it has happened, not {after!r}"
+            )
         chunk = Chunk(tokens, self._producer.page_tables(block_table, tokens), after, self.epoch)
         self._producer.push(self, chunk)
         return chunk
@@ -115,9 +117,9 @@ class Outgoing:
         """Say that every row has been pushed. Values that the engine learns only now may be attached, if declared."""
         values = list(attachments)
         if last_token is not None:
-            values.append(attach_int("last_token", last_token))
+            values.append(attach_int("last_token", whole_number("last_token", last_token)))
         if first_token is not None:
-            values.append(attach_int("first_token", first_token))
+            values.append(attach_int("first_token", whole_number("first_token", first_token)))
         check_specs([value.spec for value in values], DEFAULT_LIMITS)
         self._producer.commit(self, tuple(values))
 
@@ -134,6 +136,12 @@ class Outgoing:
         self.settled.result(timeout_s)
 
     # ---- called by the producer
+
+    def free_source(self) -> None:
+        """Nobody reads source pages any more."""
+        for chunk in self.chunks:
+            chunk.source_free.set()
+        self.source_free.set()
 
     def succeed(self) -> None:
         """READY."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,15 +28,19 @@ from pdhandoff.runtime.connections import Connections, Guard, Identity
 from pdhandoff.runtime.dialler import Dialler
 from pdhandoff.runtime.loop import Loop
 from pdhandoff.runtime.meeting import ConsumerLink, meet_consumer
+from pdhandoff.runtime.numbers import whole_number
 from pdhandoff.runtime.observer import Observer
-from pdhandoff.runtime.outgoing import STANDARD_VALUES, BlockTable, Outgoing, check_specs
+from pdhandoff.runtime.outgoing import STANDARD_VALUES, Outgoing, check_specs
 from pdhandoff.runtime.registering import register_whole
 from pdhandoff.runtime.ring import Ring
 from pdhandoff.runtime.sender import Sender, Staging
+from pdhandoff.runtime.tables import BlockTable, page_tables
 from pdhandoff.runtime.tls import TlsConfig
 from pdhandoff.runtime.worker import Worker
 
 __all__ = ["Producer"]
+
+_LOG: Final = logging.getLogger("pdhandoff.producer")
 
 _MOST_QUEUE_S: Final = 86_400
 _MOST_TRACEPARENT: Final = 64
@@ -210,7 +215,7 @@ class Producer:
                 f"characters and has {len(traceparent)}: the consumer would end the link",
             )
         check_specs([*(attachment.spec for attachment in attachments), *declares], self._limits)
-        outgoing = Outgoing(self, handoff, prompt_tokens, digest=self.digest)
+        outgoing = Outgoing(self, handoff, whole_number("prompt_tokens", prompt_tokens), digest=self.digest)
         outgoing.attachments, outgoing.declares = tuple(attachments), tuple(declares)
         outgoing.queue_ms, outgoing.traceparent = int(queue_s * 1000), traceparent
         if not self._do_later(lambda: self._offer(address, outgoing)):
@@ -237,51 +242,18 @@ class Producer:
 
     def page_tables(self, block_table: BlockTable, tokens: range) -> dict[str, PageTable]:
         """One page table per component, copied, checked to reach the tokens. Raises LocalError."""
-        tables: dict[str, PageTable] = {}
-        for name, component in self._components.items():
-            if isinstance(block_table, Mapping):
-                if name not in block_table:
-                    raise LocalError(ErrorCode.MISUSE, f"there is no block table for component {name}")
-                table = block_table[name]
-            elif isinstance(block_table, PageTable):
-                table = block_table
-            else:
-                table = PageTable(block_table, component.page_tokens)
-            if table.page_tokens != component.page_tokens:
-                raise LocalError(
-                    ErrorCode.MISUSE,
-                    f"component {name} has pages of {component.page_tokens} tokens, its table {table.page_tokens}",
-                )
-            if table.has_null(tokens):
-                raise LocalError(
-                    ErrorCode.MISUSE, f"the block table of {name} has no page for some of {tokens}: push what there is"
-                )
-            if tokens and tokens.stop > table.stop_token:
-                raise LocalError(
-                    ErrorCode.OUT_OF_RANGE,
-                    f"the block table of {name} ends at token {table.stop_token}, not {tokens.stop}",
-                )
-            tables[name] = table._replace(ids=tuple(table.ids))
-            self._check_pages(name, tables[name], tokens)
-        return tables
-
-    def _check_pages(self, name: str, table: PageTable, tokens: range) -> None:
-        """Every page that holds some of the tokens exists: what reads them later asks no more."""
-        first = (tokens.start - table.first_token) // table.page_tokens
-        ids = table.ids[first : -(-(tokens.stop - table.first_token) // table.page_tokens)] if tokens else ()
-        have = self._placements[name].pages
-        if ids and not 0 <= min(ids) <= max(ids) < have:
-            raise LocalError(
-                ErrorCode.OUT_OF_RANGE,
-                f"the block table of {name} names pages {min(ids)}..{max(ids)}, its cache has pages 0..{have - 1}",
-            )
+        return page_tables(block_table, tokens, components=self._components, placements=self._placements)
 
     def statistics(self) -> ProducerStatistics:
         """Counts of the protocol."""
         return self._loop.call(self._core.statistics)
 
     def close(self, drain_s: float = 5.0) -> None:
-        """Cancel what is under way, wait until the mover is quiet, and release everything. Idempotent."""
+        """Cancel what is under way, wait until the mover is quiet, and release everything. Idempotent.
+
+        What a mover of the caller's own still reads after `drain_s` is logged, and its `source_free` is not set: close
+        that mover before the pages are used again.
+        """
         with self._closing:
             if self._closed:
                 return
@@ -295,6 +267,7 @@ class Producer:
         self._worker.stop()
         self._resolver.stop()
         self._give_back()
+        self._free_sources(closed=self._owns_mover)
 
     def _give_back(self) -> None:
         """End the loop, and let go of the mover."""
@@ -366,6 +339,7 @@ class Producer:
         self._broken = True
         for outgoing in list(self._outgoing.values()):
             outgoing.fail(ErrorCode.INTERNAL, f"fault in the producer: {error}")
+        self._free_sources(closed=False)
 
     # ---- inside
 
@@ -489,6 +463,17 @@ class Producer:
         else:
             self._sender.drop(outgoing)
             outgoing.fail(effect.code, effect.reason)
+
+    def _free_sources(self, *, closed: bool) -> None:
+        """The loop has ended: say of every source that nobody reads any more that it is free. Closed: the mover is."""
+        reading = set() if closed else self._sender.reading()
+        for outgoing in list(self._outgoing.values()):
+            if outgoing.handoff not in reading:
+                outgoing.free_source()
+        if reading:
+            _LOG.warning(
+                "the mover still reads the pages of %d handoffs: close it before they are reused", len(reading)
+            )
 
     def _free_source(self, outgoing: Outgoing) -> None:
         """The mover reads nothing any more; a gather or digest on the worker's thread may still."""

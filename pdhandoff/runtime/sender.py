@@ -134,6 +134,14 @@ class Sender:
         """Whether the mover, or a device's events, must be asked."""
         return bool(self._writes or self._unready)
 
+    def reading(self) -> set[bytes]:
+        """Handoffs whose pages, or staged rows, the mover or the worker may still read."""
+        busy = {ChunkState.GATHERING, ChunkState.DIGESTING}
+        working = {
+            each for each, way in self._ways.items() if any(chunk.state in busy for chunk in way.outgoing.chunks)
+        }
+        return working | {write.outgoing.handoff for write in self._writes}
+
     # ---- inputs
 
     def opened(self, outgoing: Outgoing, link: ConsumerLink) -> None:
@@ -282,7 +290,7 @@ class Sender:
     def _may_start(self, way: _Way, chunk: Chunk) -> bool:
         try:
             ready = chunk.after is None or chunk.after.query()
-        except RuntimeError as error:  # as device libraries report an earlier fault of the device
+        except Exception as error:
             raise LocalError(ErrorCode.SOURCE_LOST, f"the event of {chunk.tokens} cannot be asked: {error}") from error
         if not ready:
             self._unready.add(way.outgoing.handoff)

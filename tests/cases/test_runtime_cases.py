@@ -214,7 +214,7 @@ def test_T071_a_transfer_deadline_does_not_measure_the_queue() -> None:
 
 
 def test_T072_a_peer_that_goes_silent_while_a_request_is_queued_costs_the_liveness_window_only() -> None:
-    limits = Limits(liveness_s=0.15, heartbeat_s=0.05)
+    limits = Limits(liveness_s=1.0, heartbeat_s=0.3)
     mover = create()
     with Pair(limits=limits) as pair, listening() as listener:
         handoff = HandoffId.mint()

@@ -115,6 +115,7 @@ def test_a_process_killed_at_a_step_leaves_the_other_clean_and_a_second_try_iden
         (("--mover", "pigeon"), "loopback"),
         (("--mover-option", "wings=2"), "wings"),
         (("--listen", "nowhere"), "host:port"),
+        (("--corrupt", "--kill", "producer"), "choose one"),
     ],
 )
 @pytest.mark.slow

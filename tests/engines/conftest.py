@@ -1,14 +1,11 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
-from pdhandoff.engines.base import Mover
-from support.movers import MAKERS, Side, descriptors, mappings
-
-MakeSide = Callable[..., Side]
+from support.movers import MAKERS, MakeSide, descriptors, mappings, sides
 
 
 @pytest.fixture(autouse=True)
@@ -25,28 +22,10 @@ def _no_leaks() -> Iterator[None]:
 @pytest.fixture(params=sorted(MAKERS))
 def make(request: pytest.FixtureRequest) -> Iterator[MakeSide]:
     """Makes sides on one kind of mover, and closes them."""
-    made: list[Mover] = []
-
-    def side(pages: int = 8) -> Side:
-        mover = MAKERS[request.param]()
-        made.append(mover)
-        return Side(mover, pages)
-
-    yield side
-    for mover in made:
-        mover.close()
+    yield from sides(MAKERS[request.param])
 
 
 @pytest.fixture
 def loopback() -> Iterator[MakeSide]:
     """As `make`, for what only the bare loopback mover shows."""
-    made: list[Mover] = []
-
-    def side(pages: int = 8) -> Side:
-        mover = MAKERS["loopback"]()
-        made.append(mover)
-        return Side(mover, pages)
-
-    yield side
-    for mover in made:
-        mover.close()
+    yield from sides(MAKERS["loopback"])

@@ -12,9 +12,7 @@ import pytest
 
 from pdhandoff.engines.base import Extent, Memory, Mover, TransferState, Writes
 from pdhandoff.errors import ErrorCode, MoverError
-from support.movers import PAGE, Side, settle, soon
-
-MakeSide = Callable[..., Side]
+from support.movers import PAGE, MakeSide, Side, settle, soon
 
 
 @pytest.mark.parametrize("nbytes", [1, 640, PAGE, 5 * PAGE + 3])

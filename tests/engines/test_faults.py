@@ -13,7 +13,6 @@ from pdhandoff.engines.loopback import create
 from pdhandoff.errors import ErrorCode, MoverError
 from support.movers import PAGE, Side, settle, soon
 
-MakeSide = Callable[..., Side]
 PENDING, DONE, FAILED = TransferState.PENDING, TransferState.DONE, TransferState.FAILED
 
 

@@ -8,7 +8,6 @@ import os
 import resource
 import socket
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,9 +23,7 @@ from pdhandoff.engines.loopback.files import SharedFile, open_shared
 from pdhandoff.errors import ErrorCode, MoverError
 from pdhandoff.ids import Incarnation
 from pdhandoff.limits import DEFAULT_LIMITS, Limits
-from support.movers import PAGE, Side, descriptors, mappings, settle, soon
-
-MakeSide = Callable[..., Side]
+from support.movers import PAGE, MakeSide, Side, descriptors, mappings, settle, soon
 
 
 @pytest.fixture

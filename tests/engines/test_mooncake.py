@@ -19,10 +19,11 @@ from pdhandoff.engines.mooncake.engine import Engine, Outcome
 from pdhandoff.engines.mooncake.library import LogLevel, Protocol, Settings
 from pdhandoff.errors import ErrorCode, MoverError
 from pdhandoff.ids import Incarnation
-from support.mooncake_child import ROOT, mooncake
+from support.child import ROOT
 from support.mooncake_fixtures import MakeSide, make
 from support.mooncake_fixtures import library as load_library
 from support.movers import PAGE, Side, settle, soon
+from support.transfer_engines import mooncake
 
 __all__ = ["load_library", "make"]
 

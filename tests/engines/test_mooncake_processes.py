@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import random
 import signal
 import threading
 import time
@@ -13,8 +12,8 @@ import pytest
 
 from pdhandoff.engines.base import Mover, Transfer, TransferState, TransferStatus, Writes
 from pdhandoff.errors import ErrorCode, MoverError
-from support.mooncake_child import MooncakeChild
 from support.mooncake_fixtures import MakeSide, library, make
+from support.mover_child import Child
 from support.movers import PAGE, Side, settle, soon
 
 __all__ = ["library", "make"]
@@ -45,10 +44,10 @@ def landed(side: Side, value: int) -> int:
     return side.bytes().count(value)
 
 
-def begin_and_stop_half_way(side: Side, child: MooncakeChild, value: int) -> int:
+def begin_and_stop_half_way(side: Side, child: Child, value: int) -> int:
     """Let the child write over all of our memory, and stop it in the middle. How many bytes have landed by then."""
     size = side.memory.length
-    child.ask(do="begin", destination=side.address, nbytes=size, value=value)
+    child.ask("begin", destination=side.address, nbytes=size, value=value)
     first = ctypes.c_ubyte.from_address(side.address)
     wait_for(lambda: first.value == value, "the write has not begun")
     child.signal(signal.SIGSTOP)
@@ -60,41 +59,16 @@ def begin_and_stop_half_way(side: Side, child: MooncakeChild, value: int) -> int
 
 
 @pytest.fixture
-def half_way(make: MakeSide) -> tuple[Side, MooncakeChild]:
+def half_way(make: MakeSide) -> tuple[Side, Child]:
     """Our memory, and a child that may write into all of it, warmed up."""
     side = make(BIG)
-    child = MooncakeChild(BIG)
-    child.ask(do="connect", description=side.mover.describe([side.extent(0, BIG)]).hex())
-    child.ask(do="write", destination=side.address, nbytes=1, value=1)
+    child = Child("mooncake", BIG)
+    child.connect(side, side.extent(0, BIG))
+    child.ask("write", destination=side.address, nbytes=1, value=1)
     return side, child
 
 
-@pytest.mark.parametrize("nbytes", [1, PAGE, (1 << 20) + 5, 64 << 20])
-def test_bytes_arrive_in_another_process_and_from_it(make: MakeSide, nbytes: int) -> None:
-    pages = (64 << 20) // PAGE + 1
-    side = make(pages)
-    side.put(random.Random(nbytes).randbytes(nbytes))
-    with MooncakeChild(pages) as child:
-        peer = side.mover.connect(child.describe((0, pages)))
-        assert side.write(peer, (side.address, child.address + 3, nbytes)).state is TransferState.DONE
-        edge = min(nbytes, 4096)
-        assert child.read(0, edge + 3) == bytes(3) + side.bytes(0, edge)
-        assert child.read(3 + nbytes - edge, edge + 8) == side.bytes(nbytes - edge, edge) + bytes(8)
-        child.ask(do="connect", description=side.mover.describe([side.extent(0, pages)]).hex())
-        assert child.ask(do="write", destination=side.address + 9, nbytes=nbytes, value=7)["state"] == "done"
-        assert side.bytes(9, nbytes) == b"\7" * nbytes
-
-
-def test_a_child_cannot_write_outside_its_grant(make: MakeSide) -> None:
-    side = make()
-    with MooncakeChild() as child:
-        child.ask(do="connect", description=side.mover.describe([side.extent(1)]).hex())
-        answer = child.ask(do="write", destination=side.address + 2 * PAGE - 1, nbytes=2, value=1)
-        assert answer["error"] == ErrorCode.OUT_OF_RANGE
-        assert not any(side.bytes())
-
-
-def test_after_a_fence_not_a_byte_of_a_late_writer_lands(half_way: tuple[Side, MooncakeChild]) -> None:
+def test_after_a_fence_not_a_byte_of_a_late_writer_lands(half_way: tuple[Side, Child]) -> None:
     side, child = half_way
     with child:
         peer = side.mover.connect(child.identity)
@@ -102,79 +76,79 @@ def test_after_a_fence_not_a_byte_of_a_late_writer_lands(half_way: tuple[Side, M
         side.mover.fence(peer, [side.extent(0, BIG)], soon())
         side.fill(0xEE)
         child.signal(signal.SIGCONT)
-        answer = child.ask(do="finish")
+        answer = child.ask("finish")
         assert answer["state"] == "failed"
-        again = child.ask(do="write", destination=side.address, nbytes=PAGE, value=0x11)
+        again = child.ask("write", destination=side.address, nbytes=PAGE, value=0x11)
         assert again["state"] == "failed"
         assert landed(side, 0xEE) == side.memory.length
 
 
-def test_a_running_writer_is_fenced_without_being_stopped(half_way: tuple[Side, MooncakeChild]) -> None:
+def test_a_running_writer_is_fenced_without_being_stopped(half_way: tuple[Side, Child]) -> None:
     side, child = half_way
     with child:
         peer = side.mover.connect(child.identity)
-        child.ask(do="begin", destination=side.address, nbytes=side.memory.length, value=0x11)
+        child.ask("begin", destination=side.address, nbytes=side.memory.length, value=0x11)
         first = ctypes.c_ubyte.from_address(side.address)
         wait_for(lambda: first.value == 0x11, "the write has not begun")
         side.mover.fence(peer, [side.extent(0, BIG)], soon())
         side.fill(0xEE)
-        answer = child.ask(do="finish")
+        answer = child.ask("finish")
         assert landed(side, 0xEE) == side.memory.length
         assert answer["state"] == "failed"
 
 
-def test_why_deregistering_is_no_fence(half_way: tuple[Side, MooncakeChild]) -> None:
+def test_why_deregistering_is_no_fence(half_way: tuple[Side, Child]) -> None:
     side, child = half_way
     with child:
         before = begin_and_stop_half_way(side, child, 0x11)
         side.mover.deregister(side.region)
         child.signal(signal.SIGCONT)
-        assert child.ask(do="finish")["state"] == "done"
+        assert child.ask("finish")["state"] == "done"
         assert landed(side, 0x11) == side.memory.length > before
 
 
 def test_a_writer_that_was_fenced_works_again_with_a_new_grant(make: MakeSide) -> None:
     side = make()
-    with MooncakeChild() as child:
-        child.ask(do="connect", description=side.mover.describe([side.extent(0, 4)]).hex())
-        assert child.ask(do="write", destination=side.address, nbytes=PAGE, value=1)["state"] == "done"
+    with Child("mooncake") as child:
+        child.connect(side, side.extent(0, 4))
+        assert child.ask("write", destination=side.address, nbytes=PAGE, value=1)["state"] == "done"
         side.mover.fence(side.mover.connect(child.identity), [side.extent(0)], soon())
-        assert child.ask(do="write", destination=side.address, nbytes=PAGE, value=2)["state"] == "failed"
-        child.ask(do="connect", description=side.mover.describe([side.extent(0, 4)]).hex())
-        assert child.ask(do="write", destination=side.address, nbytes=PAGE, value=3)["state"] == "done"
+        assert child.ask("write", destination=side.address, nbytes=PAGE, value=2)["state"] == "failed"
+        child.connect(side, side.extent(0, 4))
+        assert child.ask("write", destination=side.address, nbytes=PAGE, value=3)["state"] == "done"
         assert side.bytes(0, PAGE) == b"\3" * PAGE
 
 
 def test_a_fence_of_a_dead_writer_spares_its_successor(make: MakeSide) -> None:
     side = make()
-    with MooncakeChild() as first:
+    with Child("mooncake") as first:
         peer = side.mover.connect(first.identity)
-        first.ask(do="connect", description=side.mover.describe([side.extent(0)]).hex())
-        assert first.ask(do="write", destination=side.address, nbytes=8, value=1)["state"] == "done"
-    with MooncakeChild() as second:
+        first.connect(side, side.extent(0))
+        assert first.ask("write", destination=side.address, nbytes=8, value=1)["state"] == "done"
+    with Child("mooncake") as second:
         side.mover.connect(second.identity)
-        second.ask(do="connect", description=side.mover.describe([side.extent(1)]).hex())
+        second.connect(side, side.extent(1))
         side.mover.fence(peer, [side.extent(0)], soon())
-        assert second.ask(do="write", destination=side.address + PAGE, nbytes=8, value=2)["state"] == "done"
+        assert second.ask("write", destination=side.address + PAGE, nbytes=8, value=2)["state"] == "done"
 
 
 def test_a_fence_at_the_peer_makes_what_failed_quiet(make: MakeSide) -> None:
     side = make()
-    with MooncakeChild() as child:
+    with Child("mooncake") as child:
         peer = side.mover.connect(child.describe((0, 8)))
         assert side.write(peer, (side.address, child.address, PAGE)).state is TransferState.DONE
-        child.ask(do="deregister")
+        child.ask("deregister")
         transfer = side.mover.submit(peer, Writes.of((side.address, child.address, PAGE)))
         refused = settle(side.mover, transfer)
         assert refused.state is TransferState.FAILED
         assert not refused.quiet
-        child.ask(do="close")
+        child.ask("close")
         assert settle_quietly(side.mover, transfer).state is TransferState.FAILED
 
 
 def test_a_peer_killed_before_the_first_write_is_reported(make: MakeSide) -> None:
     side = make()
-    with MooncakeChild() as child:
+    with Child("mooncake") as child:
         peer = side.mover.connect(child.describe((0, 8)))
         child.kill()
         status = side.write(peer, (side.address, child.address, PAGE))
@@ -184,7 +158,7 @@ def test_a_peer_killed_before_the_first_write_is_reported(make: MakeSide) -> Non
 
 def test_a_peer_killed_between_writes_is_reported(make: MakeSide) -> None:
     side = make()
-    with MooncakeChild() as child:
+    with Child("mooncake") as child:
         peer = side.mover.connect(child.describe((0, 8)))
         assert side.write(peer, (side.address, child.address, PAGE)).state is TransferState.DONE
         child.kill()
@@ -194,7 +168,7 @@ def test_a_peer_killed_between_writes_is_reported(make: MakeSide) -> None:
 
 def test_a_peer_killed_in_the_middle_of_writes_fails_all_of_them(make: MakeSide) -> None:
     side = make(4096)
-    with MooncakeChild(4096) as child:
+    with Child("mooncake", 4096) as child:
         peer = side.mover.connect(child.describe((0, 4096)))
         assert side.write(peer, (side.address, child.address, 1)).state is TransferState.DONE
         batch = Writes.of((side.address, child.address, 4096 * PAGE))
@@ -207,7 +181,7 @@ def test_a_peer_killed_in_the_middle_of_writes_fails_all_of_them(make: MakeSide)
 
 
 def test_a_writer_killed_in_the_middle_leaves_memory_that_a_fence_makes_safe(
-    half_way: tuple[Side, MooncakeChild],
+    half_way: tuple[Side, Child],
 ) -> None:
     side, child = half_way
     with child:
@@ -217,15 +191,15 @@ def test_a_writer_killed_in_the_middle_leaves_memory_that_a_fence_makes_safe(
         assert not side.mover.quiesce(peer, soon())
         side.mover.fence(peer, [side.extent(0, BIG)], soon())
         side.fill(0xEE)
-        with MooncakeChild() as other:
-            other.ask(do="connect", description=side.mover.describe([side.extent(0)]).hex())
-            assert other.ask(do="write", destination=side.address, nbytes=8, value=1)["state"] == "done"
+        with Child("mooncake") as other:
+            other.connect(side, side.extent(0))
+            assert other.ask("write", destination=side.address, nbytes=8, value=1)["state"] == "done"
         assert landed(side, 0xEE) == side.memory.length - 8
 
 
 def test_a_stopped_peer_fails_in_time_and_is_not_called_quiet(make: MakeSide) -> None:
     side = make(BIG)
-    with MooncakeChild(BIG) as child:
+    with Child("mooncake", BIG) as child:
         peer = side.mover.connect(child.describe((0, BIG)))
         assert side.write(peer, (side.address, child.address, 1)).state is TransferState.DONE
         child.signal(signal.SIGSTOP)
@@ -239,7 +213,7 @@ def test_a_stopped_peer_fails_in_time_and_is_not_called_quiet(make: MakeSide) ->
 
 def test_a_stopped_peer_delays_neither_others_nor_close(make: MakeSide) -> None:
     side = make(BIG)
-    with MooncakeChild(BIG) as stopped, MooncakeChild() as other:
+    with Child("mooncake", BIG) as stopped, Child("mooncake") as other:
         peer = side.mover.connect(stopped.describe((0, BIG)))
         assert side.write(peer, (side.address, stopped.address, 1)).state is TransferState.DONE
         stopped.signal(signal.SIGSTOP)
@@ -254,32 +228,17 @@ def test_a_stopped_peer_delays_neither_others_nor_close(make: MakeSide) -> None:
         assert not status.quiet
 
 
-def test_T080_a_restarted_peer_is_another_incarnation(make: MakeSide) -> None:
-    side = make()
-    side.fill(1)
-    with MooncakeChild() as first:
-        old = side.mover.connect(first.describe((0, 4)))
-        assert side.write(old, (side.address, first.address, PAGE)).state is TransferState.DONE
-    with MooncakeChild() as second:
-        new = side.mover.connect(second.describe((0, 4)))
-        assert new.key != old.key
-        assert side.write(old, (side.address, first.address, PAGE)).state is TransferState.FAILED
-        assert not any(second.read(0, PAGE))
-        assert side.write(new, (side.address, second.address, PAGE)).state is TransferState.DONE
-        assert second.read(0, PAGE) == b"\1" * PAGE
-
-
 def test_writers_in_several_processes_do_not_disturb_each_other(make: MakeSide) -> None:
     share = 2048
     side = make(3 * share)
-    children = [MooncakeChild(share) for _ in range(3)]
+    children = [Child("mooncake", share) for _ in range(3)]
     try:
         for index, child in enumerate(children):
             extent = side.extent(index * share, share)
-            child.ask(do="connect", description=side.mover.describe([extent]).hex())
+            child.connect(side, extent)
         for index, child in enumerate(children):
             destination = side.address + index * share * PAGE
-            child.tell(do="write", destination=destination, nbytes=share * PAGE, value=index + 1)
+            child.tell("write", destination=destination, nbytes=share * PAGE, value=index + 1)
         assert [child.answer()["state"] for child in children] == ["done"] * 3
     finally:
         for child in children:
@@ -289,7 +248,7 @@ def test_writers_in_several_processes_do_not_disturb_each_other(make: MakeSide) 
 
 def test_a_host_that_is_not_allowed_is_never_connected_to(make: MakeSide) -> None:
     side = make()
-    with MooncakeChild() as child:
+    with Child("mooncake") as child:
         description = child.describe((0, 1)).replace(b"127.0.0.1:", b"127.0.0.9:")
     with pytest.raises(MoverError) as caught:
         side.mover.connect(description)

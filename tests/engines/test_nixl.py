@@ -30,8 +30,8 @@ from pdhandoff.engines.nixl.tiles import BATCH_BYTES, BATCH_WRITES, FEW_WRITES, 
 from pdhandoff.engines.nixl.transports import DEFAULT_TRANSPORTS, direct
 from pdhandoff.errors import ErrorCode, MoverError
 from support.movers import PAGE, Side, settle
-from support.nixl_child import TCP, nixl
 from support.nixl_fixtures import MakeSide, library, make
+from support.transfer_engines import TCP, nixl
 
 __all__ = ["library", "make"]
 
@@ -231,7 +231,7 @@ def test_a_wheel_that_cannot_be_loaded_says_why(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.slow
 def test_ucx_says_nothing_on_standard_output() -> None:
     program = (
-        "from support.nixl_child import nixl\n"
+        "from support.transfer_engines import nixl\n"
         "from support.movers import Side\n"
         "writer, owner = Side(nixl()), Side(nixl())\n"
         "peer = writer.connect(owner, owner.extent(0))\n"

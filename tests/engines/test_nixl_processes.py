@@ -13,8 +13,8 @@ from pdhandoff.engines.base import TransferState, Writes
 from pdhandoff.engines.nixl.mover import NixlMover
 from pdhandoff.engines.nixl.wire import decode
 from pdhandoff.errors import ErrorCode, MoverError
+from support.mover_child import Child
 from support.movers import PAGE, Side, settle, soon
-from support.nixl_child import NixlChild
 from support.nixl_fixtures import MakeSide, library, make
 
 __all__ = ["library", "make"]
@@ -25,16 +25,16 @@ BIG = 16384
 "pages that take long enough to be stopped in the middle: 64 MiB"
 
 
-def _begin(child: NixlChild, side: Side) -> None:
+def _begin(child: Child, side: Side) -> None:
     """Let the child begin to write BIG pages of 7, and wait until the first of them have landed."""
-    child.tell(do="write", destination=side.address, nbytes=BIG * PAGE, value=7)
+    child.tell("write", destination=side.address, nbytes=BIG * PAGE, value=7)
     deadline = soon()
     while side.bytes(0, 1) != b"\7":
         assert time.monotonic() < deadline
         threading.Event().wait(0.0002)
 
 
-def _stop_in_the_middle(child: NixlChild, side: Side) -> None:
+def _stop_in_the_middle(child: Child, side: Side) -> None:
     """Halt the child when some of a write has landed and some has not."""
     for _ in range(20):
         side.fill(0)
@@ -45,29 +45,6 @@ def _stop_in_the_middle(child: NixlChild, side: Side) -> None:
         child.signal(signal.SIGCONT)  # it was quicker
         child.answer()
     pytest.fail("no write could be stopped in the middle")
-
-
-@pytest.mark.parametrize("nbytes", [1, PAGE, (1 << 20) + 5, 64 << 20])
-def test_a_child_writes_into_our_memory_and_we_into_its(make: MakeSide, nbytes: int) -> None:
-    side = make(BIG)
-    with NixlChild(BIG) as child:
-        child.connect(side, side.extent(0, BIG))
-        assert child.ask(do="write", destination=side.address, nbytes=nbytes, value=3)["state"] == "done"
-        assert side.bytes(0, nbytes) == b"\3" * nbytes
-        assert not any(side.bytes(nbytes))
-        side.fill(8)
-        peer = side.mover.connect(child.describe((0, BIG)))
-        assert side.write(peer, (side.address, child.address, nbytes)).state is TransferState.DONE
-        assert child.ask(do="read", start=nbytes - 1, nbytes=1)["bytes"] == "08"
-
-
-def test_a_child_cannot_write_outside_its_grant(make: MakeSide) -> None:
-    side = make()
-    with NixlChild() as child:
-        child.connect(side, side.extent(1))
-        answer = child.ask(do="write", destination=side.address + 2 * PAGE - 1, nbytes=2, value=1)
-        assert answer["error"] == ErrorCode.OUT_OF_RANGE
-        assert not any(side.bytes())
 
 
 def test_a_grant_discloses_its_own_extents_only(make: MakeSide) -> None:
@@ -83,7 +60,7 @@ def test_a_grant_discloses_its_own_extents_only(make: MakeSide) -> None:
 
 def test_a_late_writer_lands_nothing_after_a_fence(make: MakeSide) -> None:
     side = make(BIG)
-    with NixlChild(BIG) as child:
+    with Child("nixl", BIG) as child:
         child.connect(side, side.extent(0, BIG))
         peer = side.mover.connect(child.identity)
         _stop_in_the_middle(child, side)
@@ -93,7 +70,7 @@ def test_a_late_writer_lands_nothing_after_a_fence(make: MakeSide) -> None:
         answer = child.answer()
         assert answer["state"] == "failed"
         assert "ask it for a new grant" in answer["reason"]
-        child.tell(do="write", destination=side.address, nbytes=BIG * PAGE, value=5)  # and it tries again
+        child.tell("write", destination=side.address, nbytes=BIG * PAGE, value=5)  # and it tries again
         assert child.answer()["state"] == "failed"
         assert side.bytes() == b"\x09" * BIG * PAGE
 
@@ -101,7 +78,7 @@ def test_a_late_writer_lands_nothing_after_a_fence(make: MakeSide) -> None:
 def test_without_a_fence_a_late_writer_lands_after_its_memory_was_deregistered(make: MakeSide) -> None:
     """Why `deregister` is no fence, and proof that the test above can fail."""
     side = make(BIG)
-    with NixlChild(BIG) as child:
+    with Child("nixl", BIG) as child:
         child.connect(side, side.extent(0, BIG))
         _stop_in_the_middle(child, side)
         side.mover.deregister(side.region)
@@ -113,36 +90,36 @@ def test_without_a_fence_a_late_writer_lands_after_its_memory_was_deregistered(m
 
 def test_a_fence_ends_the_grants_of_others_and_a_new_grant_mends_them(make: MakeSide) -> None:
     side = make()
-    with NixlChild() as fenced, NixlChild() as other:
+    with Child("nixl") as fenced, Child("nixl") as other:
         fenced.connect(side, side.extent(0))
         other.connect(side, side.extent(4))
-        assert other.ask(do="write", destination=side.address + 4 * PAGE, nbytes=9, value=1)["state"] == "done"
+        assert other.ask("write", destination=side.address + 4 * PAGE, nbytes=9, value=1)["state"] == "done"
         side.mover.fence(side.mover.connect(fenced.identity), [side.extent(0)], soon())
-        answer = other.ask(do="write", destination=side.address + 4 * PAGE, nbytes=9, value=2)
+        answer = other.ask("write", destination=side.address + 4 * PAGE, nbytes=9, value=2)
         assert answer["state"] == "failed"
         assert side.bytes(4 * PAGE, 9) == b"\1" * 9
         other.connect(side, side.extent(4))
-        assert other.ask(do="write", destination=side.address + 4 * PAGE, nbytes=9, value=3)["state"] == "done"
+        assert other.ask("write", destination=side.address + 4 * PAGE, nbytes=9, value=3)["state"] == "done"
         assert side.bytes(4 * PAGE, 9) == b"\3" * 9
 
 
 def test_our_own_writes_go_on_while_we_fence(make: MakeSide) -> None:
     side = make(BIG)
     side.fill(6)
-    with NixlChild(BIG) as child:
+    with Child("nixl", BIG) as child:
         peer = side.mover.connect(child.describe((0, BIG)))
         side.mover.describe([side.extent(0)])
         transfer = side.mover.submit(peer, Writes.of((side.address, child.address, BIG * PAGE)))
         side.mover.fence(peer, [side.extent(0)], soon())
         assert settle(side.mover, transfer).state is TransferState.DONE
-        assert child.ask(do="read", start=BIG * PAGE - 2, nbytes=2)["bytes"] == "0606"
+        assert child.ask("read", start=BIG * PAGE - 2, nbytes=2)["bytes"] == "0606"
 
 
 def test_a_failed_write_is_quiet_once_the_new_life_of_its_peer_is_known(make: MakeSide) -> None:
     side = make()
-    with NixlChild() as child:
+    with Child("nixl") as child:
         peer = side.mover.connect(child.describe((0, 8)))
-        child.ask(do="fence", extents=[[0, 8]])
+        child.ask("fence", extents=[[0, 8]])
         transfer = side.mover.submit(peer, Writes.of((side.address, child.address, PAGE)))
         status = settle(side.mover, transfer)
         assert (status.state, status.quiet) == (TransferState.FAILED, False)
@@ -152,43 +129,20 @@ def test_a_failed_write_is_quiet_once_the_new_life_of_its_peer_is_known(make: Ma
 
 def test_direct_writes_cannot_be_fenced_while_the_writer_lives(make: MakeSide) -> None:
     side = make(transports="all")
-    with NixlChild(transports="all") as child:
+    with Child("nixl", transports="all") as child:
         child.connect(side, side.extent(0))
         peer = side.mover.connect(child.identity)
         with pytest.raises(MoverError, match=r"transports='\^cma,knem,xpmem'") as caught:
             side.mover.fence(peer, [side.extent(0)], time.monotonic())
         assert caught.value.code is ErrorCode.TRANSFER_TIMEOUT
-        assert child.ask(do="write", destination=side.address, nbytes=9, value=3)["state"] == "done"
+        assert child.ask("write", destination=side.address, nbytes=9, value=3)["state"] == "done"
         child.kill()
         side.mover.fence(peer, [side.extent(0)], soon())
 
 
-@pytest.mark.parametrize("pages", [1, BIG])
-def test_a_write_to_a_killed_process_fails_and_is_quiet(make: MakeSide, pages: int) -> None:
-    side = make(BIG)
-    with NixlChild(BIG) as child:
-        peer = side.mover.connect(child.describe((0, BIG)))
-        child.kill()
-        status = side.write(peer, (side.address, child.address, pages * PAGE))
-        assert status.state is TransferState.FAILED
-        assert status.quiet
-        assert str(child.pid) in status.reason
-
-
-def test_a_process_that_is_killed_while_writes_to_it_run_is_reported(make: MakeSide) -> None:
-    side = make(BIG)
-    with NixlChild(BIG) as child:
-        peer = side.mover.connect(child.describe((0, BIG)))
-        transfers = [side.mover.submit(peer, Writes.of((side.address, child.address, BIG * PAGE))) for _ in range(16)]
-        child.kill()
-        assert settle(side.mover, transfers[-1]).state is TransferState.FAILED
-        for transfer in transfers:
-            assert settle(side.mover, transfer).quiet
-
-
 def test_a_writer_that_is_killed_in_mid_write_can_be_fenced(make: MakeSide) -> None:
     side = make(BIG)
-    with NixlChild(BIG) as child, NixlChild() as other:
+    with Child("nixl", BIG) as child, Child("nixl") as other:
         child.connect(side, side.extent(0, BIG))
         peer = side.mover.connect(child.identity)
         _begin(child, side)
@@ -197,14 +151,14 @@ def test_a_writer_that_is_killed_in_mid_write_can_be_fenced(make: MakeSide) -> N
         side.mover.fence(peer, [side.extent(0, BIG)], soon())
         side.fill(9)
         other.connect(side, side.extent(0))
-        assert other.ask(do="write", destination=side.address, nbytes=PAGE, value=2)["state"] == "done"
+        assert other.ask("write", destination=side.address, nbytes=PAGE, value=2)["state"] == "done"
         assert side.bytes() == b"\2" * PAGE + b"\x09" * (BIG - 1) * PAGE
 
 
 def test_a_writer_that_is_stopped_keeps_nobody_else_waiting(make: MakeSide) -> None:
     side = make(BIG)
     side.fill(4)
-    with NixlChild(BIG) as stopped, NixlChild() as other:
+    with Child("nixl", BIG) as stopped, Child("nixl") as other:
         slow = side.mover.connect(stopped.describe((0, BIG)))
         quick = side.mover.connect(other.describe((0, 8)))
         stopped.stop()
@@ -216,43 +170,18 @@ def test_a_writer_that_is_stopped_keeps_nobody_else_waiting(make: MakeSide) -> N
         assert settle(side.mover, hung).state is TransferState.DONE
 
 
-def test_a_process_that_is_gone_cannot_be_connected_to(make: MakeSide) -> None:
-    side = make()
-    with NixlChild() as child:
-        description = child.describe((0, 1))
-    with pytest.raises(MoverError) as caught:
-        side.mover.connect(description)
-    assert caught.value.code is ErrorCode.STALE_INCARNATION
-
-
-def test_T080_a_restarted_peer_is_another_incarnation(make: MakeSide) -> None:
-    side = make()
-    side.fill(1)
-    with NixlChild() as first:
-        old = side.mover.connect(first.describe((0, 4)))
-        stale = first.describe((0, 4))
-    with NixlChild() as second:
-        new = side.mover.connect(second.describe((0, 4)))
-        assert new.key != old.key
-        assert side.write(old, (side.address, first.address, PAGE)).state is TransferState.FAILED
-        with pytest.raises(MoverError):
-            side.mover.connect(stale)
-        assert not any(bytes.fromhex(second.ask(do="read", start=0, nbytes=PAGE)["bytes"]))
-        assert side.write(new, (side.address, second.address, PAGE)).state is TransferState.DONE
-
-
 def test_a_process_with_a_mover_ends_cleanly(make: MakeSide) -> None:
     side = make()
-    with NixlChild() as child:
+    with Child("nixl") as child:
         child.connect(side, side.extent(0))
-        assert child.ask(do="write", destination=side.address, nbytes=9, value=3)["state"] == "done"
+        assert child.ask("write", destination=side.address, nbytes=9, value=3)["state"] == "done"
         assert child.leave() == 0
 
 
 def test_the_transport_that_ucx_chose_is_reported(make: MakeSide) -> None:
     side = make()
     assert isinstance(side.mover, NixlMover)
-    with NixlChild() as child:
+    with Child("nixl") as child:
         peer = side.mover.connect(child.describe((0, 1)))
         assert side.mover.transports(peer) == ("tcp/lo",)
         assert side.mover.transports(side.mover.connect(child.identity)) == ()
@@ -260,12 +189,12 @@ def test_the_transport_that_ucx_chose_is_reported(make: MakeSide) -> None:
 
 def test_many_lives_leave_no_thread_behind(make: MakeSide) -> None:
     side = make()
-    with NixlChild() as child:
+    with Child("nixl") as child:
         peer = side.mover.connect(child.identity)
         counts = []
         for value in range(1, 8):
             child.connect(side, side.extent(0))
-            assert child.ask(do="write", destination=side.address, nbytes=9, value=value)["state"] == "done"
+            assert child.ask("write", destination=side.address, nbytes=9, value=value)["state"] == "done"
             side.mover.fence(peer, [side.extent(0)], soon())
             counts.append([len(list(Path(f"/proc/{pid}/task").iterdir())) for pid in ("self", child.pid)])
         assert counts[-1] == counts[1]

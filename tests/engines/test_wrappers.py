@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -17,9 +17,8 @@ from pdhandoff.engines.forwarding import Forwarding
 from pdhandoff.engines.loopback import LoopbackMover, create
 from pdhandoff.engines.metered import Metered
 from pdhandoff.errors import ErrorCode, LocalError, MoverError
-from support.movers import PAGE, Side, settle
+from support.movers import PAGE, MakeSide, Side, settle
 
-MakeSide = Callable[..., Side]
 DONE, FAILED = TransferState.DONE, TransferState.FAILED
 
 

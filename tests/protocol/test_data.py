@@ -271,3 +271,17 @@ def test_deadlines_agree_with_a_dictionary(steps: list[tuple[int, float | None]]
     due = deadlines.due(now)
     assert sorted(due) == sorted(key for key, at in want.items() if at <= now)
     assert [want[key] for key in due] == sorted(want[key] for key in due)
+
+
+def test_cleared_deadlines_do_not_pile_up() -> None:
+    deadlines: Deadlines[int] = Deadlines()
+    deadlines.set(-1, 5.0)
+    for key in range(1000):  # each far off, and cleared long before: as the READY deadlines of a busy producer
+        deadlines.set(key, 3600.0 + key)
+        if key:
+            deadlines.clear(key - 1)
+    assert len(deadlines._heap) < 100
+    assert deadlines.next() == 5.0
+    assert deadlines.due(5.0) == [-1]
+    assert deadlines.due(1e9) == [999]
+    assert deadlines.next() is None

@@ -139,7 +139,7 @@ def test_a_silent_peer_is_given_up_after_the_handshake_time() -> None:
 
 
 def test_a_peer_that_goes_silent_later_is_given_up_too(description: bytes) -> None:
-    limits = Limits(liveness_s=0.1, heartbeat_s=0.05, drain_s=0.1)
+    limits = Limits(liveness_s=1.0, heartbeat_s=0.3, drain_s=0.1)
     with Pair(limits=limits, consumer=NO_CHECK) as pair:
         with RawPeer.dial(pair.consumer.address, producer_welcome(description)) as peer:
             handoff = HandoffId.mint()

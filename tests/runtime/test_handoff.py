@@ -25,6 +25,7 @@ from pdhandoff.engines.faults import Fault, Rule
 from pdhandoff.errors import ErrorCode
 from pdhandoff.layouts import Layout
 from pdhandoff.observe.trace import Recorder
+from pdhandoff.protocol.attachments import read_int
 from support.engines import (
     DEADLINE_S,
     LAYOUT,
@@ -388,7 +389,7 @@ def test_attachments_travel_and_late_ones_too() -> None:
         outgoing.push(request.tables, tokens=range(10))
         outgoing.commit(last_token=7, first_token=8)
         with ticket.wait(DEADLINE_S) as arrival:
-            assert arrival.value("sampling") == 3
+            assert read_int(arrival.attachments["sampling"]) == (3, 4)
             assert arrival.value("last_token") == 7
             assert arrival.value("first_token") == 8
             assert arrival.traceparent.startswith("00-aaaa")

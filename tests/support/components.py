@@ -1,8 +1,10 @@
-"""Small components in every arrangement that real caches use, for planner tests."""
+"""Components in every arrangement that real caches use: small ones for planner tests, and what builds others."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+import msgspec
 
 from pdhandoff.layouts.descriptor import (
     Component,
@@ -12,49 +14,63 @@ from pdhandoff.layouts.descriptor import (
     Model,
     Plane,
     Quantisation,
+    RopeOrder,
 )
 
 ORDERS = ("nhd", "hnd", "planar", "regions", "transposed", "padded", "sparse")
 "arrangements that `key_value` knows"
 
 
-def latent_rows(layers: Sequence[int] = (0, 1), page_tokens: int = 64, row_stride: int = 26) -> Component:
-    """Rows of 26 bytes, arranged as in fp8_ds_mla: 16 fp8 values, two f32 scales, one bf16 rotary element."""
-    stride = row_stride * page_tokens
+def fp8_latent(
+    *,
+    layers: Sequence[int],
+    page_tokens: int,
+    row: int,
+    latent: int,
+    group: int,
+    rope: int,
+    rope_order: RopeOrder = RopeOrder.NONE,
+) -> Component:
+    """Rows as in fp8_ds_mla, `row` bytes apart: fp8 values, an f32 scale per `group` of them, bf16 rotary elements."""
+    rope_at = latent + latent // group * Element.F32.nbytes
+
+    def plane(name: str, element: Element, elements: int, offset: int) -> Plane:
+        stride = page_tokens * row
+        return Plane(name=name, element=element, elements=elements, offset=offset, page_stride=stride, token_stride=row)
+
+    values = plane("latent", Element.E4M3, latent, 0)
+    rotary = plane("rope", Element.BF16, rope, rope_at)
     return Component(
         name="mla_latent",
         kind=ComponentKind.MLA_LATENT,
         layers=tuple(layers),
         page_tokens=page_tokens,
         planes=(
-            Plane(
-                name="latent",
-                element=Element.E4M3,
-                elements=16,
-                page_stride=stride,
-                token_stride=row_stride,
-                quantisation=Quantisation(scale_plane="latent.scale", group=8),
-            ),
-            Plane(
-                name="latent.scale",
-                element=Element.F32,
-                elements=2,
-                page_stride=stride,
-                token_stride=row_stride,
-                offset=16,
-            ),
-            Plane(
-                name="rope", element=Element.BF16, elements=1, page_stride=stride, token_stride=row_stride, offset=24
+            msgspec.structs.replace(values, quantisation=Quantisation(scale_plane="latent.scale", group=group)),
+            plane("latent.scale", Element.F32, latent // group, latent),
+            msgspec.structs.replace(
+                rotary, rope_order=rope_order, rope_elements=0 if rope_order is RopeOrder.NONE else rope
             ),
         ),
     )
 
 
-def index_pages(layers: Sequence[int] = (0, 1), page_tokens: int = 64) -> Component:
-    """Planar pages: 8 fp8 values a token for all tokens, then one f32 scale a token."""
-    stride = 12 * page_tokens
+def fp8_index(
+    *,
+    layers: Sequence[int],
+    page_tokens: int,
+    elements: int,
+    scales: Element = Element.F32,
+    interleaved: bool = False,
+    rope_order: RopeOrder = RopeOrder.NONE,
+    rope: int = 0,
+    name: str = "index_key",
+) -> Component:
+    """Pages of `elements` fp8 values and one scale a token: all values, then all scales, or each beside its scale."""
+    row = elements + scales.nbytes
+    stride = page_tokens * row
     return Component(
-        name="index_key",
+        name=name,
         kind=ComponentKind.INDEX_KEY,
         layers=tuple(layers),
         page_tokens=page_tokens,
@@ -62,21 +78,33 @@ def index_pages(layers: Sequence[int] = (0, 1), page_tokens: int = 64) -> Compon
             Plane(
                 name="index_key",
                 element=Element.E4M3,
-                elements=8,
+                elements=elements,
                 page_stride=stride,
-                token_stride=8,
-                quantisation=Quantisation(scale_plane="index_key.scale", group=8),
+                token_stride=row if interleaved else elements,
+                quantisation=Quantisation(scale_plane="index_key.scale", group=elements),
+                rope_order=rope_order,
+                rope_elements=rope,
             ),
             Plane(
                 name="index_key.scale",
-                element=Element.F32,
+                element=scales,
                 elements=1,
+                offset=elements if interleaved else page_tokens * elements,
                 page_stride=stride,
-                token_stride=4,
-                offset=8 * page_tokens,
+                token_stride=row if interleaved else scales.nbytes,
             ),
         ),
     )
+
+
+def latent_rows(layers: Sequence[int] = (0, 1), page_tokens: int = 64, row_stride: int = 26) -> Component:
+    """Rows of 26 bytes, arranged as in fp8_ds_mla: 16 fp8 values, two f32 scales, one bf16 rotary element."""
+    return fp8_latent(layers=layers, page_tokens=page_tokens, row=row_stride, latent=16, group=8, rope=1)
+
+
+def index_pages(layers: Sequence[int] = (0, 1), page_tokens: int = 64) -> Component:
+    """Planar pages: 8 fp8 values a token for all tokens, then one f32 scale a token."""
+    return fp8_index(layers=layers, page_tokens=page_tokens, elements=8)
 
 
 def key_value(
@@ -88,9 +116,11 @@ def key_value(
     head_start: int = 0,
     heads_total: int = 2,
     elements: int = 2,
+    element: Element = Element.BF16,
 ) -> Component:
-    """Keys and values, bf16, in one of `ORDERS`."""
-    row = elements * 2
+    """Keys and values in one of `ORDERS`."""
+    size = element.nbytes
+    row = elements * size
     tokens = page_tokens
     block = row * tokens * heads  # one plane of a page
     arranged: dict[str, tuple[dict[str, int | str], dict[str, int | str]]] = {
@@ -102,14 +132,14 @@ def key_value(
         "planar": _alike(block, token_stride=row * heads, head_stride=row, page_stride=2 * block),
         # keys and values in allocations of their own, token by token
         "regions": (
-            {"region": "k", "token_stride": row * heads, "head_stride": row, "page_stride": block},
-            {"region": "v", "token_stride": row * heads, "head_stride": row, "page_stride": block},
+            {"region": "key", "token_stride": row * heads, "head_stride": row, "page_stride": block},
+            {"region": "value", "token_stride": row * heads, "head_stride": row, "page_stride": block},
         ),
         # each head: keys, element by element, then values, token by token
         "transposed": (
             {
-                "token_stride": 2,
-                "element_stride": 2 * tokens,
+                "token_stride": size,
+                "element_stride": size * tokens,
                 "head_stride": 2 * row * tokens,
                 "page_stride": 2 * block,
             },
@@ -131,7 +161,7 @@ def key_value(
         heads=heads,
         head_start=head_start,
         heads_total=heads_total,
-        planes=(_plane("key", elements, keys), _plane("value", elements, values)),
+        planes=(_plane("key", element, elements, keys), _plane("value", element, elements, values)),
     )
 
 
@@ -144,5 +174,5 @@ def _alike(second: int, **strides: int) -> tuple[dict[str, int | str], dict[str,
     return {**strides}, {**strides, "offset": second}
 
 
-def _plane(name: str, elements: int, where: dict[str, int | str]) -> Plane:
-    return Plane(name=name, element=Element.BF16, elements=elements, **where)  # type: ignore[arg-type]
+def _plane(name: str, element: Element, elements: int, where: dict[str, int | str]) -> Plane:
+    return Plane(name=name, element=element, elements=elements, **where)  # type: ignore[arg-type]

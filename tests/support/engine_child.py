@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
 
-from pdhandoff import Consumer, HandoffId, Layout, Outgoing, PdHandoffError, Producer, Ticket, Unannounced
+from pdhandoff import Consumer, HandoffId, Layout, Outgoing, Producer, Ticket, Unannounced
 from pdhandoff.demo.faults import KillAt
 from pdhandoff.engines.base import Extent, Mover, Peer, Transfer, Writes
 from pdhandoff.engines.faults import Fault, Faulty, Rule
 from pdhandoff.engines.forwarding import Forwarding
 from pdhandoff.observe.trace import Recorder
+from support.child import ChildProcess, obey
 from support.engines import DEADLINE_S, FAST, LAYOUT, WIDE, Prefill, check_rows, push_all
 from support.transfer_engines import MOVERS
 
 __all__ = ["EngineChild"]
 
-ROOT = Path(__file__).parents[2]
 
-
-class EngineChild:
+class EngineChild(ChildProcess):
     """Runs `main` below in a process of its own."""
 
     def __init__(
@@ -39,59 +32,12 @@ class EngineChild:
         kill_at: str | None = None,
         wide: bool = False,
     ) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "support.engine_child", role, listen, mover, kill_at or "", "wide" if wide else ""],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])},
-        )
-        self.address: str = self.answer()["address"]
-
-    def answer(self) -> dict[str, Any]:
-        """What it says next."""
-        stream = self._process.stdout
-        assert stream is not None
-        answer = json.loads(stream.readline())
-        assert isinstance(answer, dict)
-        return answer
-
-    def tell(self, do: str, **arguments: object) -> None:
-        """Send a command whose answer is read later, or never."""
-        stream = self._process.stdin
-        assert stream is not None
-        stream.write(json.dumps({"do": do, **arguments}) + "\n")
-        stream.flush()
-
-    def ask(self, do: str, **arguments: object) -> dict[str, Any]:
-        """Send a command and read its answer."""
-        self.tell(do, **arguments)
-        return self.answer()
+        super().__init__("support.engine_child", role, listen, mover, kill_at or "", "wide" if wide else "")
+        self.address: str = self.hello["address"]
 
     def has_killed_itself(self) -> bool:
         """Wait for its end at the step that it was started with."""
-        return self._process.wait(DEADLINE_S) == -signal.SIGKILL
-
-    def signal(self, number: int) -> None:
-        """Stop it, or let it go on."""
-        self._process.send_signal(number)
-
-    def kill(self) -> None:
-        """As `kill -9`, and wait until the process is gone."""
-        self._process.send_signal(signal.SIGKILL)
-        self._process.wait(30)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.kill()
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream is not None:
-                with suppress(BrokenPipeError):  # a command that it did not live to read
-                    stream.close()
+        return self.wait() == -signal.SIGKILL
 
 
 def _die() -> None:
@@ -202,16 +148,7 @@ def main() -> None:
         worker = _Producing(mover, kill_at, WIDE if wide else LAYOUT)
     else:
         worker = _Consuming(listen, mover, kill_at)
-    sys.stdout.write(json.dumps({"address": worker.address}) + "\n")
-    sys.stdout.flush()
-    for line in sys.stdin:
-        command = json.loads(line)
-        try:
-            answer = getattr(worker, command.pop("do"))(**command)
-        except PdHandoffError as error:
-            answer = {"error": int(error.code), "reason": error.reason}
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
+    obey(worker, {"address": worker.address})
 
 
 if __name__ == "__main__":

@@ -33,9 +33,10 @@ from pdhandoff import (
 from pdhandoff.engines.base import Mover
 from pdhandoff.engines.faults import Faulty, Rule
 from pdhandoff.engines.loopback import create
-from pdhandoff.layouts import Component, ComponentKind, Element, Model, Plane, Quantisation
+from pdhandoff.layouts import Component, ComponentKind, Element, Model, Plane
 from pdhandoff.protocol.consumer import ConsumerStatistics
 from pdhandoff.runtime.chunks import Chunk
+from support.components import fp8_index
 
 __all__ = [
     "FAST",
@@ -84,31 +85,7 @@ def kv_component(
 
 def index_component(name: str = "index_key", *, page_tokens: int = 8, layers: Sequence[int] = (0, 1, 2)) -> Component:
     """Planar pages: all values of a page, then all scales."""
-    stride = page_tokens * 20
-    return Component(
-        name=name,
-        kind=ComponentKind.INDEX_KEY,
-        layers=tuple(layers),
-        page_tokens=page_tokens,
-        planes=(
-            Plane(
-                name="index_key",
-                element=Element.E4M3,
-                elements=16,
-                page_stride=stride,
-                token_stride=16,
-                quantisation=Quantisation(scale_plane="index_key.scale", group=16),
-            ),
-            Plane(
-                name="index_key.scale",
-                element=Element.F32,
-                elements=1,
-                page_stride=stride,
-                token_stride=4,
-                offset=page_tokens * 16,
-            ),
-        ),
-    )
+    return fp8_index(name=name, layers=layers, page_tokens=page_tokens, elements=16)
 
 
 def make_layout(*components: Component, layers: int = 3) -> Layout:

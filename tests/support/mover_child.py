@@ -1,109 +1,76 @@
-"""Another process with a loopback mover, told what to do by lines of JSON; and the handle that a test holds of it."""
+"""Another process with a mover, to write to and from, to be fenced, stopped and killed."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
-from pdhandoff.engines.base import Extent, TransferState, Writes
-from pdhandoff.engines.loopback import create
-from pdhandoff.errors import MoverError
-from support.movers import PAGE, Side, settle
+from pdhandoff.engines.base import Extent, Transfer, TransferState, Writes
+from support.child import ChildProcess, obey, say
+from support.movers import Side, settle, soon
+from support.transfer_engines import MOVERS
 
-ROOT = Path(__file__).parents[2]
+__all__ = ["Child"]
 
 
-class Child:
-    """Runs `main` below in a process of its own."""
+class Child(ChildProcess):
+    """A process with one of `MOVERS`, made with `options`, and with some pages of registered memory."""
 
-    def __init__(self, pages: int = 8) -> None:
-        paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "support.mover_child", str(pages)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": paths},
-        )
-        self.pid = self._process.pid
-        hello = self._answer()
-        self.address: int = hello["address"]
-        self.identity = bytes.fromhex(hello["identity"])
+    def __init__(self, mover: str, pages: int = 8, **options: str) -> None:
+        # UCX complains on standard error about peers that were killed
+        super().__init__("support.mover_child", mover, str(pages), json.dumps(options), silent=mover == "nixl")
+        self.address: int = self.hello["address"]
+        self.identity = bytes.fromhex(self.hello["identity"])
 
-    def tell(self, **command: object) -> None:
-        """Send a command that is not answered, or whose answer is read later."""
-        stream = self._process.stdin
-        assert stream is not None
-        stream.write(json.dumps(command) + "\n")
-        stream.flush()
-
-    def _answer(self) -> dict[str, Any]:
-        stream = self._process.stdout
-        assert stream is not None
-        answer = json.loads(stream.readline())
-        assert isinstance(answer, dict)
-        return answer
-
-    def ask(self, **command: object) -> dict[str, Any]:
-        """Send a command and read its answer."""
-        self.tell(**command)
-        return self._answer()
+    def connect(self, side: Side, *extents: Extent) -> None:
+        """Let the child write into these extents of ours."""
+        self.ask("connect", description=side.mover.describe(extents).hex())
 
     def describe(self, *pages: tuple[int, int]) -> bytes:
         """A grant of (first page, pages) extents of the child's memory."""
-        return bytes.fromhex(self.ask(do="describe", extents=pages)["description"])
+        return bytes.fromhex(self.ask("describe", extents=pages)["description"])
 
-    def kill(self) -> None:
-        """As `kill -9`, and wait until the process is gone."""
-        self._process.send_signal(signal.SIGKILL)
-        self._process.wait(30)
-
-    def stop(self, number: int = signal.SIGSTOP) -> None:
-        """Send a signal."""
-        self._process.send_signal(number)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.kill()
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream is not None:
-                stream.close()
+    def read(self, start: int, nbytes: int) -> bytes:
+        """The child's memory."""
+        return bytes.fromhex(self.ask("read", start=start, nbytes=nbytes)["bytes"])
 
 
 class _Worker:
     """The child's state."""
 
-    def __init__(self, pages: int) -> None:
-        self.side = Side(create(), pages)
+    def __init__(self, mover: str, pages: int, options: dict[str, str]) -> None:
+        self.side = Side(MOVERS[mover](**options), pages)
         self.peer: Any = None
+        self.transfer: Transfer
+
+    def _extents(self, pages: list[list[int]]) -> list[Extent]:
+        return [self.side.extent(first, count) for first, count in pages]
 
     def describe(self, extents: list[list[int]]) -> dict[str, object]:
-        granted = [Extent(self.side.address + first * PAGE, pages * PAGE) for first, pages in extents]
-        return {"description": self.side.mover.describe(granted).hex()}
+        return {"description": self.side.mover.describe(self._extents(extents)).hex()}
 
     def connect(self, description: str) -> dict[str, object]:
         self.peer = self.side.mover.connect(bytes.fromhex(description))
         return {"key": self.peer.key}
 
-    def write(self, destination: int, nbytes: int, value: int) -> dict[str, object]:
+    def begin(self, destination: int, nbytes: int, value: int) -> dict[str, object]:
+        """Start a write, and say so at once."""
         self.side.fill(value)
-        writes = Writes.of((self.side.address, destination, nbytes))
-        status = settle(self.side.mover, self.side.mover.submit(self.peer, writes))
-        return {"state": status.state.value, "reason": status.reason}
+        self.transfer = self.side.mover.submit(self.peer, Writes.of((self.side.address, destination, nbytes)))
+        return {}
+
+    def finish(self) -> dict[str, object]:
+        """Wait for the write that `begin` started."""
+        status = settle(self.side.mover, self.transfer)
+        return {"state": status.state.value, "reason": status.reason, "quiet": status.quiet}
+
+    def write(self, destination: int, nbytes: int, value: int) -> dict[str, object]:
+        self.begin(destination, nbytes, value)
+        return self.finish()
 
     def late(self, destination: int, nbytes: int, value: int) -> dict[str, object]:
-        """What a write that was already running does: store through the mapping, with no check whatever."""
+        """What a loopback write that was already running does: store through the mapping, with no check whatever."""
         self.side.fill(value)
         for local, source, length in self.peer.localise(Writes.of((self.side.address, destination, nbytes))):
             Side.store(local, source, length)
@@ -118,16 +85,18 @@ class _Worker:
             if answer["state"] != TransferState.DONE.value:
                 return answer
             if value == 1:
-                sys.stdout.write(json.dumps({"storm": "on"}) + "\n")
-                sys.stdout.flush()
+                say({"storm": "on"})
 
     def read(self, start: int, nbytes: int) -> dict[str, object]:
         return {"bytes": self.side.bytes(start, nbytes).hex()}
 
     def fence(self, extents: list[list[int]]) -> dict[str, object]:
         me = self.side.mover.connect(self.side.mover.describe([]))
-        granted = [Extent(self.side.address + first * PAGE, pages * PAGE) for first, pages in extents]
-        self.side.mover.fence(me, granted, 0.0)
+        self.side.mover.fence(me, self._extents(extents), soon())
+        return {}
+
+    def deregister(self) -> dict[str, object]:
+        self.side.mover.deregister(self.side.region)
         return {}
 
     def close(self) -> dict[str, object]:
@@ -137,19 +106,10 @@ class _Worker:
 
 def main() -> None:
     """Obey until standard input ends."""
-    worker = _Worker(int(sys.argv[1]))
-    hello = {"address": worker.side.address, "identity": worker.side.mover.describe([]).hex()}
-    sys.stdout.write(json.dumps(hello) + "\n")
-    sys.stdout.flush()
-    for line in sys.stdin:
-        command = json.loads(line)
-        act: Callable[..., dict[str, object]] = getattr(worker, command.pop("do"))
-        try:
-            answer = act(**command)
-        except MoverError as error:
-            answer = {"error": int(error.code), "reason": error.reason}
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
+    mover, pages, options = sys.argv[1:]
+    worker = _Worker(mover, int(pages), json.loads(options))
+    obey(worker, {"address": worker.side.address, "identity": worker.side.mover.describe([]).hex()})
+    worker.close()
 
 
 if __name__ == "__main__":

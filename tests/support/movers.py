@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Event
 
@@ -14,7 +14,7 @@ from pdhandoff.engines.faults import Faulty
 from pdhandoff.engines.loopback import create
 from pdhandoff.engines.metered import Metered
 
-__all__ = ["MAKERS", "PAGE", "Side", "descriptors", "mappings", "settle", "soon"]
+__all__ = ["MAKERS", "PAGE", "MakeSide", "Side", "descriptors", "mappings", "settle", "sides", "soon"]
 
 PAGE = 4096
 DEADLINE_S = 30.0
@@ -102,3 +102,21 @@ class Side:
     def store(address: int, source: int, length: int) -> None:
         """Copy as a writer does that looks at nothing any more."""
         ctypes.memmove(address, source, length)
+
+
+MakeSide = Callable[..., Side]
+"takes the number of pages, and options of the mover"
+
+
+def sides(create: Callable[..., Mover]) -> Iterator[MakeSide]:
+    """For fixtures: what makes sides on such movers, which are closed when the test is over."""
+    made: list[Mover] = []
+
+    def side(pages: int = 8, **options: object) -> Side:
+        mover = create(**options)
+        made.append(mover)
+        return Side(mover, pages)
+
+    yield side
+    for mover in made:
+        mover.close()

@@ -2,42 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
-from pdhandoff.engines.base import Mover
-from pdhandoff.errors import MoverError
-from support.movers import Side
-from support.nixl_child import TCP, nixl
+from support.movers import MakeSide, sides
+from support.transfer_engines import need_mover, nixl
 
 __all__ = ["MakeSide", "library", "make"]
-
-MakeSide = Callable[..., Side]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def library() -> None:
-    """Load NIXL before anything is counted: numpy, which it imports, keeps threads until the process ends."""
-    try:
-        mover = nixl()
-    except MoverError as error:
-        pytest.skip(error.reason)
-    side = Side(mover)
-    side.connect(side, side.extent(0))
-    mover.close()
+    """Load NIXL before anything is counted: NumPy, which it imports, keeps threads until the process ends."""
+    need_mover("nixl")
 
 
 @pytest.fixture
 def make() -> Iterator[MakeSide]:
     """Makes sides on NIXL movers, and closes them."""
-    made: list[Mover] = []
-
-    def side(pages: int = 8, transports: str = TCP) -> Side:
-        mover = nixl(transports)
-        made.append(mover)
-        return Side(mover, pages)
-
-    yield side
-    for mover in made:
-        mover.close()
+    yield from sides(nixl)

@@ -10,14 +10,28 @@ import pytest
 
 from pdhandoff.engines.base import Mover
 from pdhandoff.engines.loopback import create
+from pdhandoff.engines.mooncake import create as create_mooncake
+from pdhandoff.engines.nixl.mover import NixlMover
+from pdhandoff.engines.nixl.mover import create as create_nixl
 from pdhandoff.errors import MoverError
-from support.mooncake_child import mooncake
 from support.movers import Side
-from support.nixl_child import nixl
 
-__all__ = ["MOVERS", "need_mover"]
+__all__ = ["MOVERS", "TCP", "mooncake", "need_mover", "nixl"]
 
-MOVERS: Final[dict[str, Callable[[], Mover]]] = {"loopback": create, "nixl": nixl, "mooncake": mooncake}
+TCP: Final = "tcp,self"
+
+
+def nixl(transports: str = TCP) -> NixlMover:
+    """A mover that uses the loopback device only."""
+    return create_nixl(transports=transports, ucx={"NET_DEVICES": "lo"})
+
+
+def mooncake(*, stall_s: int = 5) -> Mover:
+    """A mover as all tests of one process must have it: Mooncake's settings hold for the process."""
+    return create_mooncake(log_level="silent", stall_s=stall_s, allowed_hosts=["127.0.0.1"])
+
+
+MOVERS: Final[dict[str, Callable[..., Mover]]] = {"loopback": create, "nixl": nixl, "mooncake": mooncake}
 
 
 @cache
@@ -37,7 +51,7 @@ def _missing(name: str) -> str:
     return ""
 
 
-def need_mover(name: str) -> Callable[[], Mover]:
+def need_mover(name: str) -> Callable[..., Mover]:
     """What makes this mover. Skips the test where its library is missing, in the mover's own words."""
     reason = _missing(name)
     if reason:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import time
-from array import array
 from collections.abc import Callable, Sequence
 from typing import Final, final
 
@@ -23,7 +22,8 @@ from pdhandoff.engines.base import (
     TransferStatus,
     Writes,
 )
-from pdhandoff.engines.bounds import Runs, check_columns
+from pdhandoff.engines.bounds import Runs, check_columns, check_inside, check_memory, disjoint
+from pdhandoff.engines.handles import own_peer, own_transfer
 from pdhandoff.engines.loopback.arena import Arena
 from pdhandoff.engines.loopback.control import Life
 from pdhandoff.engines.loopback.courier import INLINE_BYTES, INLINE_WRITES, Courier, LoopbackTransfer
@@ -103,10 +103,7 @@ class LoopbackMover:
     def register(self, memory: Memory) -> Region:
         """Allow writes from this memory, and into it if it came from `allocate`. Nothing is pinned."""
         _check_kind(memory.kind)
-        if memory.address <= 0 or memory.length <= 0:
-            raise MoverError(
-                ErrorCode.OUT_OF_RANGE, f"memory of {memory.length} bytes at {memory.address:#x} cannot be registered"
-            )
+        check_memory(memory)
         region = LoopbackRegion(memory)
         with self._lock:
             self._check_open()
@@ -133,7 +130,7 @@ class LoopbackMover:
         with self._lock:
             self._check_open()
             order: dict[bytes, int] = {}
-            for extent in _disjoint(extents):
+            for extent in disjoint(extents, PAGE):
                 for span in self._arena_of(extent).spans(extent):
                     cookie = span.file.cookie
                     files[cookie] = FileWire(span.file.fd, cookie, span.file.data_bytes)
@@ -178,13 +175,13 @@ class LoopbackMover:
             MoverError: OUT_OF_RANGE, with nothing written, for a source outside registered memory or a destination
                 outside the grant; MISUSE and OVERSIZED for a bad batch; BUSY when too many transfers are queued.
         """
-        target = _own_peer(peer)
+        target = own_peer(peer, LoopbackPeer)
         check_columns(writes, max_writes=self.capabilities.max_writes)
         with self._lock:
             self._check_open()
             regions, registered = self._regions, self._registered
-        _check_inside(registered, writes.source, writes.length, "registered memory")
-        _check_inside(target.granted, writes.destination, writes.length, "the grant of this peer")
+        check_inside(registered, writes.source, writes.length, "registered memory")
+        check_inside(target.granted, writes.destination, writes.length, "the grant of this peer")
         transfer = LoopbackTransfer(target, writes, regions)
         if len(writes.length) <= INLINE_WRITES and writes.nbytes <= INLINE_BYTES:
             self._courier.run(transfer)
@@ -194,15 +191,15 @@ class LoopbackMover:
 
     def poll(self, transfer: Transfer) -> TransferStatus:
         """How it stands."""
-        return _own_transfer(transfer).status
+        return own_transfer(transfer, LoopbackTransfer).status
 
     def release(self, transfer: Transfer) -> None:
         """Forget a handle. A queued write goes on."""
-        _own_transfer(transfer)
+        own_transfer(transfer, LoopbackTransfer)
 
     def quiesce(self, peer: Peer, deadline: float) -> bool:
         """Whether the peer's mover was closed, or its process ended, by the deadline (of the injected clock)."""
-        remote = _own_peer(peer).remote
+        remote = own_peer(peer, LoopbackPeer).remote
         while not remote.ended:
             left = deadline - self._clock()
             if left <= 0:
@@ -219,12 +216,12 @@ class LoopbackMover:
         Raises:
             MoverError: OUT_OF_RANGE for an extent that is not ours, MOVER_FAILED when the host has no more descriptors.
         """
-        _own_peer(peer)
+        own_peer(peer, LoopbackPeer)
         del deadline
         with self._lock:
             self._check_open()
             by_arena: dict[Arena, list[Extent]] = {}
-            for extent in _disjoint(extents):
+            for extent in disjoint(extents, PAGE):
                 by_arena.setdefault(self._arena_of(extent), []).append(extent)
         for arena, parts in by_arena.items():
             arena.fence(parts)
@@ -251,43 +248,9 @@ class LoopbackMover:
             raise MoverError(ErrorCode.MISUSE, "this mover is closed: make another one")
 
 
-def _own_peer(peer: Peer) -> LoopbackPeer:
-    if not isinstance(peer, LoopbackPeer):
-        raise MoverError(ErrorCode.MISUSE, f"{type(peer).__name__} is no peer of this mover: connect to it first")
-    return peer
-
-
-def _own_transfer(transfer: Transfer) -> LoopbackTransfer:
-    if not isinstance(transfer, LoopbackTransfer):
-        raise MoverError(ErrorCode.MISUSE, f"{type(transfer).__name__} is no transfer of this mover")
-    return transfer
-
-
 def _check_kind(kind: MemoryKind) -> None:
     if kind is not MemoryKind.CPU:
         raise MoverError(ErrorCode.CONFIG, f"loopback moves CPU memory only, not {kind.value}: choose another mover")
-
-
-def _check_inside(runs: Runs, addresses: array[int], lengths: array[int], what: str) -> None:
-    index = runs.first_outside(addresses, lengths)
-    if index is not None:
-        raise MoverError(
-            ErrorCode.OUT_OF_RANGE,
-            f"write {index}: {lengths[index]} bytes at {addresses[index]:#x} lie outside {what}; nothing was written",
-        )
-
-
-def _disjoint(extents: Sequence[Extent]) -> list[Extent]:
-    """The extents in address order; raises unless they are whole pages and do not overlap."""
-    end = 0
-    ordered = sorted(extents)
-    for extent in ordered:
-        if extent.address % PAGE or extent.length % PAGE or extent.length <= 0:
-            raise MoverError(ErrorCode.OUT_OF_RANGE, f"{extent} is not made of whole pages of {PAGE} bytes")
-        if extent.address < end:
-            raise MoverError(ErrorCode.OUT_OF_RANGE, f"{extent} overlaps the extent before it")
-        end = extent.address + extent.length
-    return ordered
 
 
 def create(*, clock: Callable[[], float] = time.monotonic) -> LoopbackMover:

@@ -10,7 +10,6 @@ import ctypes
 import mmap
 import threading
 import time
-from array import array
 from collections.abc import Callable, Collection, Sequence
 from typing import Final, final
 
@@ -25,7 +24,8 @@ from pdhandoff.engines.base import (
     TransferStatus,
     Writes,
 )
-from pdhandoff.engines.bounds import Runs, check_columns
+from pdhandoff.engines.bounds import Runs, check_columns, check_inside, check_memory
+from pdhandoff.engines.handles import own_peer, own_transfer
 from pdhandoff.engines.mooncake.engine import Engine
 from pdhandoff.engines.mooncake.library import Protocol, Settings, load
 from pdhandoff.engines.mooncake.options import choose
@@ -148,10 +148,7 @@ class MooncakeMover:
                 f"{memory.kind.value} memory cannot be moved by protocol {self._settings.protocol.value} of this "
                 "Mooncake wheel: take a CUDA wheel for GPU memory, or another protocol",
             )
-        if memory.address <= 0 or memory.length <= 0:
-            raise MoverError(
-                ErrorCode.OUT_OF_RANGE, f"memory of {memory.length} bytes at {memory.address:#x} cannot be registered"
-            )
+        check_memory(memory)
         self._check_open()
         if self._eager:
             self._receiver.register(memory)
@@ -237,13 +234,13 @@ class MooncakeMover:
             MoverError: OUT_OF_RANGE, with nothing written, for a source outside registered memory or a destination
                 outside the grant; MISUSE and OVERSIZED for a bad batch; BUSY when too many transfers are queued.
         """
-        target = _own_peer(peer)
+        target = own_peer(peer, MooncakePeer)
         check_columns(writes, max_writes=self.capabilities.max_writes)
         with self._lock:
             self._check_open()
             regions, registered = self._regions, self._registered
-        _check_inside(registered, writes.source, writes.length, "registered memory")
-        _check_inside(target.granted, writes.destination, writes.length, "the grant of this peer")
+        check_inside(registered, writes.source, writes.length, "registered memory")
+        check_inside(target.granted, writes.destination, writes.length, "the grant of this peer")
         transfer = MooncakeTransfer(writes, tuple(region.memory for region in regions))
         if any(writes.length):
             with self._lock:
@@ -271,15 +268,15 @@ class MooncakeMover:
 
     def poll(self, transfer: Transfer) -> TransferStatus:
         """How it stands. One that failed becomes quiet when the peer's engine is known to be gone."""
-        return _own_transfer(transfer).status
+        return own_transfer(transfer, MooncakeTransfer).status
 
     def release(self, transfer: Transfer) -> None:
         """Forget a handle. A queued write goes on."""
-        _own_transfer(transfer)
+        own_transfer(transfer, MooncakeTransfer)
 
     def quiesce(self, peer: Peer, deadline: float) -> bool:
         """Prove nothing: Mooncake does not say which writes come from whom, nor whether a peer has ended."""
-        _own_peer(peer)
+        own_peer(peer, MooncakePeer)
         del deadline
         return False
 
@@ -292,7 +289,7 @@ class MooncakeMover:
             MoverError: OUT_OF_RANGE for an extent that is not ours, CONFIG for a protocol that cannot be fenced,
                 MOVER_FAILED when the engine is busy until `deadline` (of the injected clock).
         """
-        _own_peer(peer)
+        own_peer(peer, MooncakePeer)
         self._check_open()
         for extent in extents:
             self._memory_of(extent)
@@ -326,27 +323,6 @@ _REMEMBERED: Final = 4096
 "peers that are known to have been met"
 _CLOSE_S: Final = 15.0
 "bound on waiting for a call that holds the receiving engine"
-
-
-def _own_peer(peer: Peer) -> MooncakePeer:
-    if not isinstance(peer, MooncakePeer):
-        raise MoverError(ErrorCode.MISUSE, f"{type(peer).__name__} is no peer of this mover: connect to it first")
-    return peer
-
-
-def _own_transfer(transfer: Transfer) -> MooncakeTransfer:
-    if not isinstance(transfer, MooncakeTransfer):
-        raise MoverError(ErrorCode.MISUSE, f"{type(transfer).__name__} is no transfer of this mover")
-    return transfer
-
-
-def _check_inside(runs: Runs, addresses: array[int], lengths: array[int], what: str) -> None:
-    index = runs.first_outside(addresses, lengths)
-    if index is not None:
-        raise MoverError(
-            ErrorCode.OUT_OF_RANGE,
-            f"write {index}: {lengths[index]} bytes at {addresses[index]:#x} lie outside {what}; nothing was written",
-        )
 
 
 def create(

@@ -24,7 +24,8 @@ from pdhandoff.engines.base import (
     TransferStatus,
     Writes,
 )
-from pdhandoff.engines.bounds import Runs, check_columns
+from pdhandoff.engines.bounds import Runs, check_columns, check_memory, disjoint
+from pdhandoff.engines.handles import own_peer, own_transfer
 from pdhandoff.engines.loopback.control import Life as OwnLife
 from pdhandoff.engines.nixl.binding import Descriptor
 from pdhandoff.engines.nixl.host import host_cookie, machine_cookie
@@ -123,10 +124,7 @@ class NixlMover:
                 UCX refuses, naming the limit.
         """
         self._check_open()
-        if memory.address <= 0 or memory.length <= 0:
-            raise MoverError(
-                ErrorCode.OUT_OF_RANGE, f"memory of {memory.length} bytes at {memory.address:#x} cannot be registered"
-            )
+        check_memory(memory)
         region = NixlRegion(memory)
         with held(self._registering, self._options.call_s):
             if self._tiles.overlapping(memory.address, memory.length):
@@ -176,13 +174,8 @@ class NixlMover:
         """The extents in address order, cut at the edges of regions; raises unless they are ours and disjoint."""
         with self._lock:
             tiles, registered = self._tiles, self._registered
-        end = 0
         found: list[Descriptor] = []
-        for extent in sorted(extents):
-            if extent.address % ALIGNMENT or extent.length % ALIGNMENT or extent.length <= 0:
-                raise MoverError(ErrorCode.OUT_OF_RANGE, f"{extent} is not made of whole pages of {ALIGNMENT} bytes")
-            if extent.address < end:
-                raise MoverError(ErrorCode.OUT_OF_RANGE, f"{extent} overlaps the extent before it")
+        for extent in disjoint(extents, ALIGNMENT):
             if not registered.covers(extent.address, extent.length):
                 raise MoverError(
                     ErrorCode.OUT_OF_RANGE, f"{extent} does not lie in registered memory: register it first"
@@ -217,7 +210,7 @@ class NixlMover:
             MoverError: OUT_OF_RANGE, with nothing written, for a source outside registered memory or a destination
                 outside the grant; MISUSE and OVERSIZED for a bad batch; BUSY when too many transfers are queued.
         """
-        target = _own_peer(peer)
+        target = own_peer(peer, NixlPeer)
         check_columns(writes, max_writes=self.capabilities.max_writes)
         with self._lock:
             self._check_open()
@@ -228,20 +221,20 @@ class NixlMover:
 
     def transports(self, peer: Peer) -> tuple[str, ...]:
         """What UCX has chosen to reach a peer, as `transport/device`; empty when unknown or when nothing is granted."""
-        life = _own_peer(peer).life
+        life = own_peer(peer, NixlPeer).life
         return life.transports if life is not None else ()
 
     def poll(self, transfer: Transfer) -> TransferStatus:
         """How it stands. One that failed is quiet once its agent, or the peer, is proven to have ended."""
-        return self._sender.poll(_own_transfer(transfer))
+        return self._sender.poll(own_transfer(transfer, NixlTransfer))
 
     def release(self, transfer: Transfer) -> None:
         """Forget a handle. Its writes go on."""
-        self._sender.release(_own_transfer(transfer))
+        self._sender.release(own_transfer(transfer, NixlTransfer))
 
     def quiesce(self, peer: Peer, deadline: float) -> bool:
         """Always False: bytes of a peer that has ended may still lie in a queue that this process empties."""
-        _own_peer(peer)
+        own_peer(peer, NixlPeer)
         del deadline
         return False
 
@@ -256,7 +249,7 @@ class NixlMover:
             MoverError: OUT_OF_RANGE for an extent that is not ours; TRANSFER_TIMEOUT when the peer writes directly and
                 has not ended by the deadline; BUSY when NIXL is stuck.
         """
-        remote = _own_peer(peer).remote
+        remote = own_peer(peer, NixlPeer).remote
         self._check_open()
         kinds = {descriptor.kind for descriptor in self._descriptors(extents)}
         direct_by = sorted(name for kind in kinds for name in direct(self._options.transports, kind))
@@ -294,18 +287,6 @@ class NixlMover:
     def _check_open(self) -> None:
         if self._closing.is_set():
             raise MoverError(ErrorCode.MISUSE, "this mover is closed: make another one")
-
-
-def _own_peer(peer: Peer) -> NixlPeer:
-    if not isinstance(peer, NixlPeer):
-        raise MoverError(ErrorCode.MISUSE, f"{type(peer).__name__} is no peer of this mover: connect to it first")
-    return peer
-
-
-def _own_transfer(transfer: Transfer) -> NixlTransfer:
-    if not isinstance(transfer, NixlTransfer):
-        raise MoverError(ErrorCode.MISUSE, f"{type(transfer).__name__} is no transfer of this mover")
-    return transfer
 
 
 def create(*, clock: Callable[[], float] = time.monotonic, **options: object) -> NixlMover:

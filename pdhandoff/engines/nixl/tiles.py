@@ -13,8 +13,8 @@ from typing import Any, Final, NamedTuple, final
 import numpy as np
 
 from pdhandoff.engines.base import MemoryKind, Writes
+from pdhandoff.engines.bounds import outside
 from pdhandoff.engines.nixl.binding import Descriptor
-from pdhandoff.errors import ErrorCode, MoverError
 
 __all__ = ["Batch", "Tiles", "batches"]
 
@@ -127,10 +127,7 @@ def _check(writes: Writes, addresses: Any, which: Any, room: Any, what: str) -> 
     if room.all():
         return
     index = int(which[int(np.argmin(room))])
-    raise MoverError(
-        ErrorCode.OUT_OF_RANGE,
-        f"write {index}: {writes.length[index]} bytes at {addresses[index]:#x} lie outside {what}; nothing was written",
-    )
+    raise outside(index, addresses, writes.length, what)
 
 
 def _grouped(here: Any, there: Any, here_cuda: Any, there_cuda: Any) -> list[Batch]:

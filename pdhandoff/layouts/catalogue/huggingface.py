@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
-from pdhandoff.layouts.catalogue.options import Options, head_range, model_layers, need_gqa, need_length
+from pdhandoff.layouts.catalogue.key_value import gqa_layout, key_value_component
+from pdhandoff.layouts.catalogue.options import Options, need_gqa, need_length
 from pdhandoff.layouts.catalogue.vllm_gqa import need_plain
-from pdhandoff.layouts.descriptor import Component, ComponentKind, Element, Layout, Plane, RopeOrder
+from pdhandoff.layouts.descriptor import Component, Element, Layout, Plane, RopeOrder
 from pdhandoff.layouts.profiles import Profile
 
 __all__ = ["dynamic_cache", "key_value_tensors"]
@@ -57,31 +59,18 @@ def key_value_tensors(
             rope_elements=rotary,
         )
 
-    return Component(
-        name="key_value",
-        kind=ComponentKind.KEY_VALUE,
-        layers=tuple(layers),
+    return key_value_component(
+        plane("key", rope_order, rope),
+        plane("value", RopeOrder.NONE, 0),
+        layers=layers,
         page_tokens=length,
-        heads=len(heads),
-        head_start=heads.start,
+        heads=heads,
         heads_total=heads_total,
-        planes=(plane("key", rope_order, rope), plane("value", RopeOrder.NONE, 0)),
     )
 
 
 def dynamic_cache(profile: Profile, options: Options) -> Layout:
     """A transformers cache of `options.length` tokens."""
-    shape = need_gqa(profile, "huggingface.dynamic")
+    need_gqa(profile, "huggingface.dynamic")  # before anything else can be found to be missing
     length = need_length(options, "huggingface.dynamic")
-    model, layers = model_layers(profile, options)
-    component = key_value_tensors(
-        layers=layers,
-        heads=head_range(shape.heads, tp_rank=options.tp_rank, tp_size=options.tp_size),
-        heads_total=shape.heads,
-        head_elements=shape.head_elements,
-        length=length,
-        element=options.element,
-        rope_order=shape.rope_order,
-        rope=shape.rope,
-    )
-    return Layout(name=f"huggingface.dynamic/{profile.name}", model=model, components=(component,)).validate()
+    return gqa_layout("huggingface.dynamic", profile, options, partial(key_value_tensors, length=length))

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
+from pdhandoff.layouts.catalogue.key_value import gqa_layout, key_value_component
 from pdhandoff.layouts.catalogue.options import (
     Options,
-    head_range,
     model_layers,
-    need_gqa,
     need_mla,
     page_size,
     refused,
 )
 from pdhandoff.layouts.catalogue.vllm_gqa import need_plain
 from pdhandoff.layouts.catalogue.vllm_mla import mla_rows
-from pdhandoff.layouts.descriptor import Component, ComponentKind, Element, Layout, Plane, RopeOrder
+from pdhandoff.layouts.descriptor import Component, Element, Layout, Plane, RopeOrder
 from pdhandoff.layouts.profiles import Profile
 
 __all__ = ["cpu_attention_pages", "cpu_attn", "cpu_mla"]
@@ -58,54 +58,38 @@ def cpu_attention_pages(
     need_plain(element)
     half = page_tokens * head_elements * element.nbytes
     stride = 2 * half * len(heads) if page_stride is None else page_stride
-    return Component(
-        name="key_value",
-        kind=ComponentKind.KEY_VALUE,
-        layers=tuple(layers),
-        page_tokens=page_tokens,
-        heads=len(heads),
-        head_start=heads.start,
-        heads_total=heads_total,
-        planes=(
-            Plane(
-                name="key",
-                element=element,
-                elements=head_elements,
-                page_stride=stride,
-                token_stride=element.nbytes,
-                head_stride=2 * half,
-                element_stride=page_tokens * element.nbytes,
-                rope_order=rope_order,
-                rope_elements=rope,
-            ),
-            Plane(
-                name="value",
-                element=element,
-                elements=head_elements,
-                offset=half,
-                page_stride=stride,
-                token_stride=head_elements * element.nbytes,
-                head_stride=2 * half,
-            ),
+    return key_value_component(
+        Plane(
+            name="key",
+            element=element,
+            elements=head_elements,
+            page_stride=stride,
+            token_stride=element.nbytes,
+            head_stride=2 * half,
+            element_stride=page_tokens * element.nbytes,
+            rope_order=rope_order,
+            rope_elements=rope,
         ),
+        Plane(
+            name="value",
+            element=element,
+            elements=head_elements,
+            offset=half,
+            page_stride=stride,
+            token_stride=head_elements * element.nbytes,
+            head_stride=2 * half,
+        ),
+        layers=layers,
+        page_tokens=page_tokens,
+        heads=heads,
+        heads_total=heads_total,
     )
 
 
 def cpu_attn(profile: Profile, options: Options) -> Layout:
     """The layout of vLLM on CPU with grouped-query attention."""
-    shape = need_gqa(profile, "vllm.cpu_attn")
-    model, layers = model_layers(profile, options)
-    component = cpu_attention_pages(
-        layers=layers,
-        heads=head_range(shape.heads, tp_rank=options.tp_rank, tp_size=options.tp_size),
-        heads_total=shape.heads,
-        head_elements=shape.head_elements,
-        page_tokens=page_size(options, _PAGE_TOKENS),
-        element=options.element,
-        rope_order=shape.rope_order,
-        rope=shape.rope,
-    )
-    return Layout(name=f"vllm.cpu_attn/{profile.name}", model=model, components=(component,)).validate()
+    build = partial(cpu_attention_pages, page_tokens=page_size(options, _PAGE_TOKENS))
+    return gqa_layout("vllm.cpu_attn", profile, options, build)
 
 
 def cpu_mla(profile: Profile, options: Options) -> Layout:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from functools import partial
 from typing import Final, final
 
-from pdhandoff.layouts.catalogue.options import Options, head_range, model_layers, need_gqa, page_size, refused
-from pdhandoff.layouts.descriptor import Component, ComponentKind, Element, Layout, Plane, RopeOrder
+from pdhandoff.layouts.catalogue.key_value import gqa_layout, key_value_component
+from pdhandoff.layouts.catalogue.options import Options, page_size, refused
+from pdhandoff.layouts.descriptor import Component, Element, Layout, Plane, RopeOrder
 from pdhandoff.layouts.profiles import Profile
 
 __all__ = ["PLAIN_ELEMENTS", "PageOrder", "flash_attn", "flashinfer", "key_value_pages", "need_plain"]
@@ -76,35 +78,30 @@ def key_value_pages(
     else:
         head_stride, token_stride = 2 * half * page_tokens, 2 * half
     stride = 2 * half * page_tokens * len(heads) if page_stride is None else page_stride
-    return Component(
-        name="key_value",
-        kind=ComponentKind.KEY_VALUE,
-        layers=tuple(layers),
-        page_tokens=page_tokens,
-        heads=len(heads),
-        head_start=heads.start,
-        heads_total=heads_total,
-        planes=(
-            Plane(
-                name="key",
-                element=element,
-                elements=head_elements,
-                page_stride=stride,
-                token_stride=token_stride,
-                head_stride=head_stride,
-                rope_order=rope_order,
-                rope_elements=rope,
-            ),
-            Plane(
-                name="value",
-                element=element,
-                elements=head_elements,
-                offset=half,
-                page_stride=stride,
-                token_stride=token_stride,
-                head_stride=head_stride,
-            ),
+    return key_value_component(
+        Plane(
+            name="key",
+            element=element,
+            elements=head_elements,
+            page_stride=stride,
+            token_stride=token_stride,
+            head_stride=head_stride,
+            rope_order=rope_order,
+            rope_elements=rope,
         ),
+        Plane(
+            name="value",
+            element=element,
+            elements=head_elements,
+            offset=half,
+            page_stride=stride,
+            token_stride=token_stride,
+            head_stride=head_stride,
+        ),
+        layers=layers,
+        page_tokens=page_tokens,
+        heads=heads,
+        heads_total=heads_total,
     )
 
 
@@ -119,17 +116,5 @@ def flashinfer(profile: Profile, options: Options) -> Layout:
 
 
 def _layout(name: str, profile: Profile, options: Options, order: PageOrder) -> Layout:
-    shape = need_gqa(profile, name)
-    model, layers = model_layers(profile, options)
-    component = key_value_pages(
-        layers=layers,
-        heads=head_range(shape.heads, tp_rank=options.tp_rank, tp_size=options.tp_size),
-        heads_total=shape.heads,
-        head_elements=shape.head_elements,
-        order=order,
-        page_tokens=page_size(options, _PAGE_TOKENS),
-        element=options.element,
-        rope_order=shape.rope_order,
-        rope=shape.rope,
-    )
-    return Layout(name=f"{name}/{profile.name}", model=model, components=(component,)).validate()
+    build = partial(key_value_pages, order=order, page_tokens=page_size(options, _PAGE_TOKENS))
+    return gqa_layout(name, profile, options, build)
