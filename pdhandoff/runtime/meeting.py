@@ -89,16 +89,12 @@ def meet_consumer(
 class ProducerLink:
     """A producer as a consumer knows it."""
 
-    def __init__(
-        self, incarnation: Incarnation, shard: Shard, layout: Layout, bridges: Sequence[Bridge], description: bytes
-    ) -> None:
+    def __init__(self, incarnation: Incarnation, shard: Shard, layout: Layout, bridges: Sequence[Bridge]) -> None:
         self.incarnation = incarnation
         self.shard = shard
         self.layout = layout
         self.bridges = tuple(bridges)
         "one per rank of the consumer"
-        self.description = description
-        "of its mover"
         self._good: set[tuple[Entry, ...]] = set()
 
     def check_offer(self, offer: Offer) -> None:
@@ -160,7 +156,7 @@ def meet_producer(
     if welcome.shards > 1:
         policy = msgspec.structs.replace(policy, partial=True)
     bridges = [bridge(layout, destination, policy) for destination in layouts]
-    return ProducerLink(opened.incarnation, shard, layout, bridges, welcome.description)
+    return ProducerLink(opened.incarnation, shard, layout, bridges)
 
 
 def _same_mover(opened: LinkOpened, mover: str) -> None:

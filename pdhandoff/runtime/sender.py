@@ -290,7 +290,7 @@ class Sender:
     def _may_start(self, way: _Way, chunk: Chunk) -> bool:
         try:
             ready = chunk.after is None or chunk.after.query()
-        except Exception as error:
+        except Exception as error:  # the engine's own code: whatever it raises ends this handoff only
             raise LocalError(ErrorCode.SOURCE_LOST, f"the event of {chunk.tokens} cannot be asked: {error}") from error
         if not ready:
             self._unready.add(way.outgoing.handoff)

@@ -73,11 +73,13 @@ def test_an_event_that_raises_ends_its_own_handoff_only() -> None:
 
     with Pair() as pair:
         request = pair.engine.request(1, 60)
-        outgoing = pair.offer(HandoffId.mint(), 60, queue_s=1)
+        handoff = HandoffId.mint()
+        pair.consumer.announce(handoff)
+        outgoing = pair.producer.offer(str(pair.consumer.address), handoff, prompt_tokens=60)
         outgoing.push(request.tables, tokens=range(60), after=Broken())
         with pytest.raises(HandoffFailed) as caught:
             outgoing.wait(DEADLINE_S)
-        assert caught.value.code in {ErrorCode.SOURCE_LOST, ErrorCode.NOT_ANNOUNCED}
+        assert caught.value.code == ErrorCode.SOURCE_LOST
         pair.engine.free(request)
         pair.hand_off(2, 60)
         pair.check_clean()
