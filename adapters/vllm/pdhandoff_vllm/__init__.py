@@ -1,0 +1,1 @@
+"""Prefill side for vLLM: a KV connector that hands a request's state off while it is being computed."""
