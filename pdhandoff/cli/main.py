@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import pdhandoff
 from pdhandoff.cli import conformance, demo, doctor
+from pdhandoff.cli.installed import add_installed
 from pdhandoff.errors import PdHandoffError
 
 __all__ = ["main"]
@@ -23,6 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     demo.add_parser(commands)
     doctor.add_parser(commands)
     conformance.add_parser(commands)
+    add_installed(commands)
     options = parser.parse_args(argv)
     try:
         status: int = options.run(options)

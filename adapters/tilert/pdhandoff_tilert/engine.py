@@ -27,6 +27,8 @@ class DecodeRequest(msgspec.Struct, frozen=True, kw_only=True):
     "ends the output, besides the model's own end tokens; the stop token itself is returned"
     ignore_eos: bool = False
     "the model's own end tokens do not end the output"
+    min_tokens: int = 0
+    "output tokens, the first one included, before which no token that ends the output may be sampled"
     temperature: float = 0.0
     "0: greedy"
     top_p: float = 1.0
@@ -56,11 +58,13 @@ class DecodeEngine(Protocol):
         layout: what `Arrival.convert_into` converts into.
         model: name that requests may use.
         max_seq_len: tokens of one request, prompt and output.
+        end_token_ids: the model's own end tokens.
     """
 
     layout: Layout
     model: str
     max_seq_len: int
+    end_token_ids: frozenset[int]
 
     def unsupported(self, request: DecodeRequest) -> str:
         """The name of a parameter of this request that the engine cannot honour, and why; empty: it can."""
@@ -78,7 +82,10 @@ class DecodeEngine(Protocol):
         """What was parked will not be injected: release it. Idempotent, from any thread."""
 
     def begin(self, request: DecodeRequest) -> None:
-        """Start decoding at position `len(prompt)` from `first_token`, which `step` does not return again."""
+        """Start decoding at position `len(prompt)` from `first_token`, which `step` does not return again.
+
+        Never called for a request that its first token ends: an end or stop token, or `max_tokens` 1.
+        """
 
     def step(self) -> DecodeStep:
         """Decode on. Raises PdHandoffError when the engine broke."""
