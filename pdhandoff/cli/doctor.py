@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pdhandoff.cli.options import mover_option
+from pdhandoff.cli.options import mover_option, read_secret
 from pdhandoff.errors import ErrorCode, LocalError
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def _checks(options: argparse.Namespace, system: System) -> Iterator[Check]:
         raise LocalError(ErrorCode.CONFIG, "--option belongs to one mover: name it by --mover, once")
     for address in filter(None, (options.listen, options.peer)):
         parse_address(address)
-    secret = _secret(options.secret_file)
+    secret = read_secret(options.secret_file)
     within_s, chosen = options.within, dict(options.option)
     torch = Torch(why="was not looked for")
 
@@ -131,15 +131,3 @@ def _checks(options: argparse.Namespace, system: System) -> Iterator[Check]:
     if options.peer is not None:
         mover = options.mover[0] if options.mover else None
         yield Check(f"peer {options.peer}", lambda: check_peer(PeerAsk(options.peer, mover, chosen, secret, within_s)))
-
-
-def _secret(path: Path | None) -> bytes | None:
-    if path is None:
-        return None
-    try:
-        secret = path.read_bytes().strip()
-    except OSError as error:
-        raise LocalError(ErrorCode.CONFIG, f"the secret cannot be read from {path}: {error.strerror}") from error
-    if not secret:
-        raise LocalError(ErrorCode.CONFIG, f"{path} is empty: write the secret into it")
-    return secret

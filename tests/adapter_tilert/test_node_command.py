@@ -67,7 +67,7 @@ def test_the_command_is_listed() -> None:
         (("--secret-file", "/nonexistent"), "cannot be read"),
         (("--http-key", "/nonexistent"), "belong together"),
         (("--tls-ca", "x"), "belong together"),
-        (("--tls-name", "x"), "needs --tls-ca"),
+        (("--tls-name", "x"), "belong together"),
     ],
 )
 def test_a_wrong_setting_is_named(arguments: tuple[str, ...], words: str) -> None:

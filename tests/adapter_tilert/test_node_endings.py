@@ -8,6 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from pdhandoff import HandoffFailed
 from support.engines import DEADLINE_S, until
 from support.node import Node, Sender, events
 
@@ -101,6 +102,8 @@ def test_a_drain_refuses_what_is_new_and_finishes_what_is_under_way(tmp_path: Pa
         refused = node.generate(late.body())
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
         assert refused.json()["error"]["pdhandoff"] == {"code": "DRAINING", "retryable": True}
+        with pytest.raises(HandoffFailed, match="DRAINING"):
+            sender.send().outgoing.wait(DEADLINE_S)
         health = node.client.get("/health")
         assert (health.status_code, health.json()) == (503, {"status": "draining", "reason": "draining"})
         assert node.status()["state"] == "draining"

@@ -38,6 +38,7 @@ class Scene:
     def __init__(self, node: Node, sender: Sender, stage: str) -> None:
         node.order("hold", call="step")
         self.node = node
+        self.drops = node.calls("drop")
         self.stage = stage
         ahead = {"waiting": 0, "landed": 2, "parked": 1, "decoding": 0}[stage]
         self.ahead = [(sent, node.later(sent.body())) for sent in (sender.send() for _ in range(ahead))]
@@ -55,6 +56,7 @@ class Scene:
     def left(self) -> None:
         """Wait until it is out of the line, while what was ahead still decodes; then those end as they should."""
         until(lambda: len(self.node.stages()) == len(self.ahead) or self.stage == "decoding", "it left the line")
+        assert self.node.calls("drop") == self.drops + (self.stage == "parked")
         self.node.order("go")
         for sent, answer in self.ahead:
             assert answer.result(DEADLINE_S).json()["choices"][0]["token_ids"] == sent.tokens(8)
@@ -112,21 +114,21 @@ def test_T060_an_abort_ends_a_request_as_vllm_ends_it(node: Node, sender: Sender
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_deadline_ends_a_request_wherever_it_is(node: Node, sender: Sender, stage: str) -> None:
     scene = Scene(node, sender, stage)
-    answer = node.later(scene.sent.body(200, mark={"deadline_s": 0.6}))
+    answer = node.later(scene.sent.body(200, mark={"deadline_s": 1.5}))
     scene.reached()
     response = answer.result(DEADLINE_S)
-    assert response.status_code == (504 if stage != "waiting" else response.status_code)
-    if stage == "waiting":  # whichever of the request's clock and the announcement's rings first
-        assert response.status_code in {404, 504}
+    if stage == "waiting" and response.status_code == 404:
+        pass  # the clock of its announcement rang first
     else:
-        assert stage in response.json()["error"]["message"]
+        assert response.status_code == 504
+        assert f"while {stage}" in response.json()["error"]["message"]
     scene.left()
 
 
 def test_a_deadline_in_the_middle_of_a_stream_is_an_error_event(node: Node, sender: Sender) -> None:
     node.order("hold", call="step")
     sent = sender.send()
-    response = node.generate(sent.body(200, stream=True, mark={"deadline_s": 0.4}))
+    response = node.generate(sent.body(200, stream=True, mark={"deadline_s": 1.0}))
     assert response.status_code == 200
     first, error, done = [line for line in response.text.splitlines() if line]
     assert f'"token_ids":[{sent.first}]' in first
@@ -173,4 +175,5 @@ def test_T079_clients_and_producers_that_come_and_go_as_they_like_leave_nothing(
         link.close()
         assert answer.result(DEADLINE_S).json()["choices"][0]["token_ids"] == stays.tokens(8)
     node.idle()
-    until(lambda: all(now <= then for now, then in zip(held(node), before, strict=True)), f"{held(node)} as {before}")
+    # threads that look things up for pages of the node stay: there may be some more of them
+    until(lambda: all(now <= then + 6 for now, then in zip(held(node), before, strict=True)), f"{held(node)}, {before}")

@@ -7,11 +7,12 @@ import logging
 import socket
 import threading
 from collections.abc import Iterator
+from typing import final
 
 import pytest
 
 from pdhandoff import ErrorCode, HandoffId, LocalError
-from pdhandoff_tilert.engine import DecodeRequest
+from pdhandoff_tilert.engine import DecodeRequest, DecodeStep
 from pdhandoff_tilert.node.job import Ending, Event
 from pdhandoff_tilert.node.landing import ends_at_once
 from pdhandoff_tilert.node.refusals import Refusal, code_name, from_error
@@ -43,6 +44,25 @@ def test_a_node_starts_healthy_and_serves(service: Service) -> None:
         assert tokens == sent.tokens(8)
     status = node_status(service)
     assert (status.state, status.queued, status.running) == ("serving", 0, None)
+
+
+@final
+class Talkative(Engine):
+    """Gives more tokens than it was asked for."""
+
+    def step(self) -> DecodeStep:
+        return DecodeStep(tokens=tuple(range(10, 40)), finish_reason="")
+
+
+def test_nobody_gets_more_tokens_than_were_asked_for() -> None:
+    service = Service(Talkative, SETTINGS)
+    with Sender(service.control) as sender:
+        seen: list[Event] = []
+        job = service.submit(service.read(json.dumps(sender.send().body(8)).encode(), None), seen.extend)
+        until(lambda: job.over)
+    service.close()
+    assert job.output_tokens == 8
+    assert seen[-1] == Ending(finish_reason="length")
 
 
 def test_a_consumer_that_broke_turns_the_node_unhealthy_and_fails_who_waits(

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    with Node(tmp_path_factory.mktemp("node"), "--announce", "0.4") as node:
+    with Node(tmp_path_factory.mktemp("node"), "--announce", "1") as node:
         yield node
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pdhandoff.cli.options import byte_count, mover_option, read_secret, seconds
+from pdhandoff.cli.tls_options import add_tls_options, read_tls
 from pdhandoff.errors import ErrorCode, LocalError
 
 if TYPE_CHECKING:
-    from pdhandoff.runtime.tls import TlsConfig
     from pdhandoff_tilert.node.serve import HttpSettings
     from pdhandoff_tilert.node.service import NodeSettings
 
@@ -90,12 +90,7 @@ def _add_handoffs(group: argparse._ArgumentGroup) -> None:
         "--arena-memory", choices=("cpu", "cuda"), default="cpu", help="where it lies (default: %(default)s)"
     )
     group.add_argument("--secret-file", type=Path, metavar="PATH", help="holds the secret that producers share")
-    group.add_argument("--tls-ca", metavar="PATH", help="authorities of the control link; with it, TLS is spoken")
-    group.add_argument("--tls-certificate", metavar="PATH", help="this node's certificate for it")
-    group.add_argument("--tls-key", metavar="PATH", help="its private key")
-    group.add_argument(
-        "--tls-name", action="append", metavar="NAME", help="a name that producers' certificates may carry; repeatable"
-    )
+    add_tls_options(group)
     group.add_argument(
         "--allow", action="append", metavar="NETWORK", help="address or network of producers; repeatable (default: any)"
     )
@@ -154,7 +149,7 @@ def _node_settings(options: argparse.Namespace) -> NodeSettings:
         listen=options.listen,
         advertise=options.advertise,
         secret=read_secret(options.secret_file),
-        tls=_tls(options),
+        tls=read_tls(options),
         allow=None if options.allow is None else tuple(options.allow),
         unannounced=Unannounced(options.unannounced),
         max_queue=options.max_queue,
@@ -184,20 +179,6 @@ def _http_settings(options: argparse.Namespace) -> HttpSettings:
         ready_file=options.ready_file,
         connections=max(1024, 2 * options.max_queue),
     )
-
-
-def _tls(options: argparse.Namespace) -> TlsConfig | None:
-    from pdhandoff.runtime.tls import TlsConfig
-
-    given = (options.tls_ca, options.tls_certificate, options.tls_key)
-    if not any(given):
-        if options.tls_name:
-            raise LocalError(ErrorCode.CONFIG, "--tls-name needs --tls-ca, --tls-certificate and --tls-key")
-        return None
-    if not all(given):
-        raise LocalError(ErrorCode.CONFIG, "--tls-ca, --tls-certificate and --tls-key belong together: give all three")
-    names = None if options.tls_name is None else tuple(options.tls_name)
-    return TlsConfig(ca=options.tls_ca, certificate=options.tls_certificate, key=options.tls_key, names=names)
 
 
 def _count(text: str) -> int:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
 from typing import Final, final
 
 import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from pdhandoff_tilert.node.job import Ending, Job, Tokens
+from pdhandoff_tilert.node.job import Ending, Event, Job, Tokens
 from pdhandoff_tilert.node.mailbox import Mailbox
 from pdhandoff_tilert.node.output import Output, event
 from pdhandoff_tilert.node.refusals import Refusal
@@ -69,15 +70,8 @@ class Answer(Response):
 
     async def _events(self) -> AsyncIterator[tuple[list[int], Ending | None]]:
         """New tokens, and the end: everything that has gathered at a time."""
-        job = self._job
         while True:
-            left = job.admitted_s + job.wanted.deadline_s - self._service.clock()
-            try:
-                events = await self._mailbox.take(max(0.0, left))
-            except TimeoutError:
-                reason = f"not done within {job.wanted.deadline_s:.3g} s, while {job.stage.value}"
-                self._service.end(job, Ending(refusal=Refusal(504, reason, code="DEADLINE", retryable=True)))
-                events = await self._mailbox.take(_SEND_S)
+            events = await self._next()
             tokens: list[int] = []
             ending: Ending | None = None
             for item in events:
@@ -89,6 +83,17 @@ class Answer(Response):
             yield tokens, ending
             if ending is not None:
                 return
+
+    async def _next(self) -> list[Event]:
+        """Whatever comes next; when time is up, the end."""
+        job = self._job
+        left = job.admitted_s + job.wanted.deadline_s - self._service.clock()
+        with suppress(TimeoutError):
+            if left > 0:
+                return await self._mailbox.take(left)
+        reason = f"not done within {job.wanted.deadline_s:.3g} s, while {job.stage.value}"
+        self._service.end(job, Ending(refusal=Refusal(504, reason, code="DEADLINE", retryable=True)))
+        return await self._mailbox.take(_SEND_S)
 
     async def _whole(self, send: Send) -> None:
         ending = Ending()
