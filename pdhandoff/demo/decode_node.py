@@ -29,10 +29,12 @@ from pdhandoff.demo.model import (
     decode_layout,
     decode_locally,
     decode_placements,
+    decode_warm_and_cold,
     fingerprint,
 )
 from pdhandoff.demo.wire import (
     Announce,
+    ColdRun,
     Compare,
     Compared,
     Decoded,
@@ -102,8 +104,17 @@ class DecodeNode:
 
     def compare(self, command: Compare) -> Compared:
         """The same engine after a prefill in this process, with rows converted by hand."""
-        result = decode_locally(self._network, command.request.prompt, max_tokens=command.max_tokens)
-        return Compared(number=command.request.number, tokens=list(result.tokens))
+        request, cold = command.request, None
+        if command.cold:
+            result, without = decode_warm_and_cold(self._network, request.prompt, max_tokens=command.max_tokens)
+            cold = ColdRun(
+                tokens=list(without.tokens),
+                drafts_accepted_first_step=without.drafts_accepted_first_step,
+                steps=without.steps,
+            )
+        else:
+            result = decode_locally(self._network, request.prompt, max_tokens=command.max_tokens)
+        return Compared(number=request.number, tokens=list(result.tokens), cold=cold)
 
     def stopped(self) -> Stopped:
         """What is still held, once writers had time to drain."""
@@ -186,7 +197,7 @@ def main(argv: list[str] | None = None) -> int:
         kill_at=options.kill_at,
         arena_bytes=options.arena,
     )
-    _say(NodeReady(address=str(node.consumer.address)))
+    _say(NodeReady(address=str(node.consumer.address), native=node.consumer.native.name))
     for line in sys.stdin.buffer:
         command = decode_command(line)
         if isinstance(command, Announce):

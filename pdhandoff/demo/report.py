@@ -33,6 +33,11 @@ class RequestReport(msgspec.Struct, frozen=True, kw_only=True):
     "from the end of prefill until decode might start, the time the decode engine was busy not counted"
     drafts_accepted_first_step: int | None
     "of 3"
+    cold_drafts_accepted_first_step: int | None
+    "of 3, in a second run of the same prompt without the draft layer's rows"
+    steps: int | None
+    "verify steps for all tokens"
+    cold_steps: int | None
     identical: bool | None
     "None: refused"
     refused: str | None
@@ -50,6 +55,8 @@ class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
     killed: str | None
     interrupted: int
     held_after: dict[str, int]
+    native: str
+    "what converted the rows"
     timeline: str | None
     trace: str | None
 
@@ -65,6 +72,7 @@ def make_report(result: DemoResult, *, timeline: Path | None, trace: Path | None
         killed=result.killed,
         interrupted=result.interrupted,
         held_after=result.held_after,
+        native=result.native,
         timeline=None if timeline is None else str(timeline),
         trace=None if trace is None else str(trace),
     )
@@ -81,21 +89,24 @@ def write_pictures(result: DemoResult, out: Path) -> tuple[Path, Path]:
 def print_report(report: DemoReport, console: Console) -> None:
     """The table and a sentence."""
     table = Table(title="Handoffs, prefill process to decode process")
-    for column in ("request", "prompt", "chunks", "moved", "exposed", "drafts", "tokens"):
+    for column in ("request", "prompt", "moved", "exposed", "drafts", "steps", "tokens"):
         table.add_column(column, justify="left" if column == "tokens" else "right")
     for line in report.requests:
         table.add_row(
             f"{line.request} ({line.handoff[:8]})",
-            str(line.prompt_tokens),
-            str(line.chunks),
+            f"{line.prompt_tokens} in {line.chunks}",
             f"{line.bytes_moved / 1e6:.2f} MB",
             "-" if line.exposed_ms is None or line.refused else f"{line.exposed_ms:.1f} ms",
-            "-" if line.drafts_accepted_first_step is None else f"{line.drafts_accepted_first_step} of {DRAFTS}",
+            _warm_and_cold(line.drafts_accepted_first_step, line.cold_drafts_accepted_first_step),
+            _warm_and_cold(line.steps, line.cold_steps),
             _verdict(line),
         )
     console.print(table)
     console.print(
-        "[dim]exposed: from the end of prefill until decode might start. drafts: accepted in the first verify step.[/]"
+        "[dim]prompt: tokens, in chunks. exposed: from the end of prefill until decode might start. "
+        f"drafts: accepted of the {DRAFTS} in the first verify step; steps: verify steps for all tokens; "
+        "each with the draft layer's rows handed off, and (in brackets) in a second run without them. "
+        f"Rows were converted by: {report.native}.[/]"
     )
     if report.killed is not None:
         console.print(
@@ -110,6 +121,7 @@ def print_report(report: DemoReport, console: Console) -> None:
 
 
 def _request(result: RequestResult, exposed_ns: int | None) -> RequestReport:
+    cold = result.cold
     return RequestReport(
         request=result.number,
         handoff=result.handoff,
@@ -117,11 +129,20 @@ def _request(result: RequestResult, exposed_ns: int | None) -> RequestReport:
         chunks=result.chunks,
         bytes_moved=result.nbytes,
         exposed_ms=None if exposed_ns is None else exposed_ns / 1e6,
-        drafts_accepted_first_step=result.drafts_accepted_first_step if result.code == 0 else None,
+        drafts_accepted_first_step=None if result.code else result.drafts_accepted_first_step,
+        cold_drafts_accepted_first_step=None if cold is None else cold.drafts_accepted_first_step,
+        steps=None if result.code else result.steps,
+        cold_steps=None if cold is None else cold.steps,
         identical=result.identical,
         refused=_code_name(result.code) if result.code else None,
         reason=result.reason,
     )
+
+
+def _warm_and_cold(warm: int | None, cold: int | None) -> str:
+    if warm is None:
+        return "-"
+    return f"{warm}" if cold is None else f"{warm} ({cold})"
 
 
 def _code_name(code: int) -> str:

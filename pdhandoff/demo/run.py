@@ -11,7 +11,19 @@ import msgspec
 from pdhandoff.demo.model.config import DEFAULT_CONFIG
 from pdhandoff.demo.model.prompts import prompt_tokens
 from pdhandoff.demo.nodes import Node, NodeDied
-from pdhandoff.demo.wire import Announce, Compare, Compared, Decoded, NodeReady, Prefill, Request, Sent, Stop, Stopped
+from pdhandoff.demo.wire import (
+    Announce,
+    ColdRun,
+    Compare,
+    Compared,
+    Decoded,
+    NodeReady,
+    Prefill,
+    Request,
+    Sent,
+    Stop,
+    Stopped,
+)
 from pdhandoff.errors import ErrorCode, LocalError
 from pdhandoff.ids import HandoffId
 from pdhandoff.observe.trace import Recording, decode_recording
@@ -65,6 +77,8 @@ class RequestResult(msgspec.Struct, frozen=True, kw_only=True):
     drafts_accepted_first_step: int
     steps: int
     cold_start: bool
+    cold: ColdRun | None = None
+    "a second run of the same prompt without the draft layer's rows, where the demo is not about failures"
 
 
 @final
@@ -79,6 +93,8 @@ class DemoResult(msgspec.Struct, frozen=True, kw_only=True):
     held_after: dict[str, int]
     "what the nodes still held at the end: everything should be 0"
     recordings: tuple[Recording, ...]
+    native: str
+    "what converted the rows: cuda, cpu or reference"
     ok: bool
     why: str
     "one sentence"
@@ -105,6 +121,7 @@ class _Stage:
         self._progress = progress
         self._nodes: list[Node] = []
         self._generation = 0
+        self._native = ""
 
     def __enter__(self) -> _Stage:
         return self
@@ -188,10 +205,13 @@ class _Stage:
             return ended
 
     def _compare(self, decode: Node, request: Request, sent: Sent, decoded: Decoded) -> RequestResult:
-        identical = None
+        identical, cold = None, None
         if decoded.code == 0:
-            decode.tell(Compare(request=request, max_tokens=self._options.max_tokens))
-            identical = _expect(decode, Compared).tokens == decoded.tokens
+            plain = self._options.kill is None and not self._options.corrupt
+            decode.tell(Compare(request=request, max_tokens=self._options.max_tokens, cold=plain))
+            local = _expect(decode, Compared)
+            cold = local.cold
+            identical = local.tokens == decoded.tokens and (cold is None or cold.tokens == decoded.tokens)
         return RequestResult(
             number=request.number,
             handoff=request.handoff,
@@ -205,6 +225,7 @@ class _Stage:
             drafts_accepted_first_step=decoded.drafts_accepted_first_step,
             steps=decoded.steps,
             cold_start=decoded.cold_start,
+            cold=cold,
         )
 
     # ---- nodes
@@ -213,7 +234,9 @@ class _Stage:
         arena = max(_LEAST_ARENA, sum(self._pages()) * _PAGE_ROWS_BYTES)
         arguments = [*self._mover(), "--listen", self._options.listen, "--arena", str(arena)]
         node = self._start("decode", [*arguments, *_kill(kill_at)])
-        return node, _expect(node, NodeReady, _START_S).address
+        ready = _expect(node, NodeReady, _START_S)
+        self._native = ready.native
+        return node, ready.address
 
     def _start_prefill(self, kill_at: str | None, *, corrupt: bool) -> Node:
         arguments = [*self._mover(), "--pages", str(sum(self._pages()) + 1), *(["--corrupt"] if corrupt else [])]
@@ -265,6 +288,7 @@ class _Stage:
             interrupted=interrupted,
             held_after=held,
             recordings=recordings,
+            native=self._native,
             ok=ok,
             why=why,
         )

@@ -11,6 +11,7 @@ import msgspec
 
 __all__ = [
     "Announce",
+    "ColdRun",
     "Command",
     "Compare",
     "Compared",
@@ -63,6 +64,8 @@ class Compare(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     request: Request
     max_tokens: int
+    cold: bool
+    "decode it once more without the draft layer's rows"
 
 
 @final
@@ -84,6 +87,8 @@ class NodeReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     address: str = ""
     "control address, of a decode node"
+    native: str = ""
+    "what converts rows there"
 
 
 @final
@@ -118,11 +123,22 @@ class Decoded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 @final
+class ColdRun(msgspec.Struct, frozen=True, kw_only=True):
+    """How a prompt was decoded without the draft layer's rows."""
+
+    tokens: list[int]
+    drafts_accepted_first_step: int
+    steps: int
+
+
+@final
 class Compared(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """From decode: what the same engine decodes after a local prefill."""
 
     number: int
     tokens: list[int]
+    cold: ColdRun | None
+    "the same without the draft layer's rows of the prompt, where that was asked for"
 
 
 @final

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from pdhandoff.native import load
 from support.transfer_engines import need_mover
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -31,6 +32,9 @@ def test_every_token_is_identical_and_nothing_is_held_afterwards(tmp_path: Path)
     assert all(line["chunks"] == -(-line["prompt_tokens"] // 128) for line in report["requests"])
     assert all(line["bytes_moved"] == line["prompt_tokens"] * 5 * (656 + 132) for line in report["requests"])
     assert sum(line["drafts_accepted_first_step"] for line in report["requests"]) >= 6
+    assert [line["cold_drafts_accepted_first_step"] for line in report["requests"]] == [0] * 4
+    assert all(line["steps"] < line["cold_steps"] for line in report["requests"])
+    assert report["native"] == load().name
     assert set(report["held_after"].values()) == {0}
 
 

@@ -3,7 +3,13 @@
 from pdhandoff.demo.model.config import DEFAULT_CONFIG, ModelConfig
 from pdhandoff.demo.model.decode import DecodeEngine
 from pdhandoff.demo.model.layouts import decode_layout, decode_placements, prefill_layout, prefill_placements
-from pdhandoff.demo.model.local import convert_by_hand, decode_locally, prefill_locally
+from pdhandoff.demo.model.local import (
+    WarmAndCold,
+    convert_by_hand,
+    decode_locally,
+    decode_warm_and_cold,
+    prefill_locally,
+)
 from pdhandoff.demo.model.loop import DecodeResult, DraftSeed, decode
 from pdhandoff.demo.model.network import Network
 from pdhandoff.demo.model.prefill import PrefillEngine, Progress
@@ -19,11 +25,13 @@ __all__ = [
     "Network",
     "PrefillEngine",
     "Progress",
+    "WarmAndCold",
     "convert_by_hand",
     "decode",
     "decode_layout",
     "decode_locally",
     "decode_placements",
+    "decode_warm_and_cold",
     "fingerprint",
     "prefill_layout",
     "prefill_locally",

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pdhandoff.demo.model.config import ModelConfig
 from pdhandoff.demo.model.decode import DecodeEngine
-from pdhandoff.demo.model.planes import INDEX_PLANE, LATENT_PLANE, PLANES, ROPE_PLANE
+from pdhandoff.demo.model.planes import INDEX_PLANE, LATENT_PLANE, PLANES, ROPE_PLANE, PlaneCache
 from pdhandoff.demo.model.prefill import PrefillEngine
 from pdhandoff.layouts.catalogue.options import Options
 from pdhandoff.layouts.catalogue.tilert import DeviceRole, tilert_layout
@@ -17,7 +17,14 @@ from pdhandoff.layouts.descriptor import Layout, Model, RopeOrder
 from pdhandoff.layouts.profiles import Profile, mla
 from pdhandoff.planner import Placement
 
-__all__ = ["MODEL_NAME", "decode_layout", "decode_placements", "prefill_layout", "prefill_placements"]
+__all__ = [
+    "MODEL_NAME",
+    "decode_layout",
+    "decode_placements",
+    "plane_placements",
+    "prefill_layout",
+    "prefill_placements",
+]
 
 MODEL_NAME: Final = "pdhandoff-demo"
 
@@ -68,8 +75,17 @@ def decode_placements(engine: DecodeEngine, *, device: int = 0) -> dict[str, Pla
     Raises:
         KeyError: the engine has no such device.
     """
-    role = _ROLES[engine.decode_layer.num_devices, device]
-    caches = engine.decode_layer.planes.by_device[device]
+    return plane_placements(engine.decode_layer.planes, devices=engine.decode_layer.num_devices, device=device)
+
+
+def plane_placements(planes: PlaneCache, *, devices: int, device: int) -> dict[str, Placement]:
+    """Component -> where the planes are that one of the devices holds at full length.
+
+    Raises:
+        KeyError: there is no such device.
+    """
+    role = _ROLES[devices, device]
+    caches = planes.by_device[device]
     held = {}
     if role is not DeviceRole.INDEX:
         latent, rope = _addresses(caches[LATENT_PLANE::PLANES]), _addresses(caches[ROPE_PLANE::PLANES])

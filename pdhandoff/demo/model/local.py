@@ -7,17 +7,27 @@ It shares no code with the planner and the conversions: rows are cut out of page
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pdhandoff.demo.model.decode import DecodeEngine, LayerRows
-from pdhandoff.demo.model.loop import DecodeResult, decode
+from pdhandoff.demo.model.loop import DecodeResult, DraftSeed, decode
 from pdhandoff.demo.model.network import Network
 from pdhandoff.demo.model.prefill import PrefillEngine
 from pdhandoff.errors import ErrorCode, LocalError
 
-__all__ = ["convert_by_hand", "decode_locally", "prefill_locally"]
+__all__ = ["WarmAndCold", "convert_by_hand", "decode_locally", "decode_warm_and_cold", "prefill_locally"]
+
+
+class WarmAndCold(NamedTuple):
+    """One prompt decoded twice."""
+
+    warm: DecodeResult
+    "with the draft layer's rows of the prompt"
+    cold: DecodeResult
+    "without them: the same tokens, and fewer drafts accepted"
 
 
 def decode_locally(
@@ -33,14 +43,17 @@ def decode_locally(
         devices: of the decode engine.
     """
     rows, first_token = prefill_locally(network, prompt, chunk=chunk)
-    engine = DecodeEngine(network, devices=devices)
-    engine.inject_cache(rows)
-    return decode(
-        engine,
-        prompt_last_token=prompt[-1],
-        first_token=first_token,
-        prompt_tokens=len(prompt),
-        max_tokens=max_tokens,
+    return _decode_rows(network, rows, prompt, first_token, max_tokens, devices=devices, seed=DraftSeed.REPLAY)
+
+
+def decode_warm_and_cold(network: Network, prompt: Sequence[int], *, max_tokens: int) -> WarmAndCold:
+    """Prefill in this process, then decode with and without the draft layer's rows."""
+    rows, first_token = prefill_locally(network, prompt)
+    *target, draft = rows
+    without = [*target, (torch.zeros_like(draft[0]), torch.zeros_like(draft[1]), torch.zeros_like(draft[2]))]
+    return WarmAndCold(
+        _decode_rows(network, rows, prompt, first_token, max_tokens, devices=1, seed=DraftSeed.REPLAY),
+        _decode_rows(network, without, prompt, first_token, max_tokens, devices=1, seed=DraftSeed.MISSING),
     )
 
 
@@ -82,6 +95,28 @@ def convert_by_hand(engine: PrefillEngine, request: int) -> list[LayerRows]:
             )
         )
     return out
+
+
+def _decode_rows(
+    network: Network,
+    rows: Sequence[LayerRows],
+    prompt: Sequence[int],
+    first_token: int,
+    max_tokens: int,
+    *,
+    devices: int,
+    seed: DraftSeed,
+) -> DecodeResult:
+    engine = DecodeEngine(network, devices=devices)
+    engine.inject_cache(rows)
+    return decode(
+        engine,
+        prompt_last_token=prompt[-1],
+        first_token=first_token,
+        prompt_tokens=len(prompt),
+        max_tokens=max_tokens,
+        seed=seed,
+    )
 
 
 def _cast(raw: Tensor, dtype: torch.dtype) -> Tensor:
