@@ -7,6 +7,8 @@ MAKEFLAGS += --no-builtin-rules
 
 VENV := .venv
 BIN := $(VENV)/bin
+# vLLM needs packages of its own versions: the tests with a real vLLM run in an environment of their own
+VLLM := .venv-vllm
 ARGS ?=
 
 # Small matrices on few cores: more threads per process only get in each other's way
@@ -20,14 +22,23 @@ help:  ## show this list
 # NIXL and Mooncake come with the packages for the tests
 DEMO_NEEDS := $(if $(findstring nixl,$(ARGS))$(findstring mooncake,$(ARGS)),$(VENV)/.dev,$(VENV)/.demo)
 
-demo: $(DEMO_NEEDS)  ## hand a real prefill over to a decode process and compare every token (ARGS="--corrupt" breaks it)
+demo: $(DEMO_NEEDS) $(VENV)/.native  ## hand a real prefill over to a decode process and compare every token (ARGS="--corrupt" breaks it)
 	@$(BIN)/pdhandoff demo $(ARGS)
 
 # The gate: protocol, layouts and planner are covered completely, lines and branches.
-test: $(VENV)/.dev  ## run every test, with the coverage gate (ARGS="tests/planner -k pages" without the gate)
+test: $(VENV)/.dev $(VENV)/.native  ## run every test, with the coverage gate (ARGS="tests/planner -k pages" without the gate)
 ifeq ($(strip $(ARGS)),)
+	@tools/environment vllm
 	@$(BIN)/python -m pytest -n 2 --cov=pdhandoff.protocol --cov=pdhandoff.layouts --cov=pdhandoff.planner \
 		--cov-branch --cov-report=term-missing:skip-covered --cov-fail-under=100
+	@if [[ -e $(VLLM)/.vllm ]]; then \
+		$(VLLM)/bin/python -m pytest tests/adapter_vllm tests/adapter_vllm_e2e; \
+	else \
+		echo "suites that did not run: a real vLLM (requirements/vllm.txt cannot be installed here)"; \
+	fi
+else ifneq ($(findstring tests/adapter_vllm_e2e,$(ARGS)),)
+	@tools/environment vllm
+	@$(VLLM)/bin/python -m pytest $(ARGS)
 else
 	@$(BIN)/python -m pytest $(ARGS)
 endif
@@ -42,7 +53,7 @@ format: $(VENV)/.dev  ## format, and mend what ruff can mend safely
 	@$(BIN)/ruff check --fix-only .
 	@$(BIN)/ruff format .
 
-bench: $(VENV)/.dev  ## measure, print, and write bench-out/ (ARGS="--readme" fills the README's table)
+bench: $(VENV)/.dev $(VENV)/.native  ## measure, print, and write bench-out/ (ARGS="--readme" fills the README's table)
 	@$(BIN)/python benchmarks/run.py $(ARGS)
 
 docs: $(VENV)/.dev  ## build docs/_build/html; a warning is an error
@@ -50,8 +61,8 @@ docs: $(VENV)/.dev  ## build docs/_build/html; a warning is an error
 	@echo "docs/_build/html/index.html"
 
 clean:  ## remove what the other targets made, .venv too
-	rm -rf $(VENV) .venv.lock build dist docs/_build docs/_generated demo-out bench-out .coverage .coverage.* \
-		.mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM) .venv.lock $(VLLM).lock build dist docs/_build docs/_generated demo-out bench-out .coverage .coverage.* \
+		pdhandoff/native/*.so pdhandoff/native/_abi.py .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.demo: requirements/demo.txt pyproject.toml
@@ -59,3 +70,8 @@ $(VENV)/.demo: requirements/demo.txt pyproject.toml
 
 $(VENV)/.dev: requirements/demo.txt requirements/dev.txt pyproject.toml
 	@tools/environment dev
+
+# an installation builds the kernels; this is for changes to them
+$(VENV)/.native: $(VENV)/.demo $(wildcard csrc/*) hatch_build.py
+	@$(BIN)/python hatch_build.py >/dev/null
+	@touch $@

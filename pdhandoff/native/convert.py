@@ -9,6 +9,8 @@ import torch
 
 from pdhandoff.errors import ErrorCode, LocalError
 from pdhandoff.layouts.descriptor import Component, Element, Plane, RopeOrder
+from pdhandoff.native.checks import check_convert, local_heads
+from pdhandoff.native.digest import digest_slots
 from pdhandoff.native.encodings import (
     ScaleRule,
     decode_ue8m0,
@@ -23,7 +25,7 @@ from pdhandoff.native.rotation import hadamard128
 from pdhandoff.native.strided import Slots, from_bytes, gather_bytes, locate, scatter_bytes, to_bytes
 from pdhandoff.planner.conversions import COPY, Conversion, ConversionPart
 from pdhandoff.planner.pages import PageTable
-from pdhandoff.planner.placement import Placement, layer_bases
+from pdhandoff.planner.placement import Placement
 
 __all__ = ["convert_part", "convert_rows", "decode_rows", "encode_rows"]
 
@@ -115,26 +117,27 @@ def convert_rows(
     destination_pages: PageTable,
     tokens: range,
     zero_until: int,
-) -> None:
+    digest_layers: Sequence[int] | None = None,
+) -> int:
     """`Native.convert`, on CPU memory."""
     source, destination = conversion.source, conversion.destination
-    if len(source_bases) != len(conversion.layers) or len(source.regions) != 1:
-        raise LocalError(
-            ErrorCode.MISUSE,
-            f"converting {source.name} takes one landing region and one base for each of "
-            f"{len(conversion.layers)} layers; got {len(source.regions)} regions and {len(source_bases)} bases",
-        )
-    bases = {
-        region: layer_bases(destination, destination_at, region, conversion.layers) for region in destination.regions
-    }
+    bases = check_convert(
+        conversion,
+        source_bases=source_bases,
+        source_pages=source_pages,
+        destination_at=destination_at,
+        destination_pages=destination_pages,
+        tokens=tokens,
+        zero_until=zero_until,
+        digest_layers=digest_layers,
+    )
     here = locate(source, source_pages, tokens)
     there = locate(destination, destination_pages, tokens, page_count=destination_at.pages)
     tail_tokens = range(tokens.stop, max(tokens.stop, zero_until))
     tail = locate(destination, destination_pages, tail_tokens, page_count=destination_at.pages)
     real = here.real & there.real
     here, there, tail = here.only(real), there.only(real), tail.only(tail.real)
-    _refuse_repeats(destination, there, tail)
-    from_heads, to_heads = _local(source, conversion.heads), _local(destination, conversion.heads)
+    from_heads, to_heads = local_heads(source, conversion.heads), local_heads(destination, conversion.heads)
     for index, source_base in enumerate(source_bases):
         landed = _Side(source, {source.regions[0]: source_base}, here, from_heads)
         base = {region: bases[region][index] for region in bases}
@@ -144,6 +147,10 @@ def convert_rows(
             for part in conversion.parts:
                 _convert_chunk(part, landed.part(rows), live.part(rows))
         _zero(_Side(destination, base, tail, to_heads))
+    if digest_layers is None:
+        return 0
+    landed_bases = {source.regions[0]: source_bases}
+    return digest_slots(source, layers=digest_layers, bases=landed_bases, at=here, heads=conversion.heads)
 
 
 @final
@@ -218,17 +225,3 @@ def _scale_codec(
     if codec is None:
         raise LocalError(ErrorCode.LAYOUT_MISMATCH, f"plane {scale.name}: {scale.element.value} is no type of scale")
     return codec
-
-
-def _local(component: Component, heads: range) -> range:
-    return range(heads.start - component.head_start, heads.stop - component.head_start)
-
-
-def _refuse_repeats(component: Component, there: Slots, tail: Slots) -> None:
-    rows = torch.cat((there.page, tail.page)) * component.page_tokens + torch.cat((there.slot, tail.slot))
-    ordered = rows.sort().values
-    if (ordered[1:] == ordered[:-1]).any():
-        raise LocalError(
-            ErrorCode.OUT_OF_RANGE,
-            f"the page table of {component.name} names a page twice: its rows would overwrite each other",
-        )

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, final
 
 from pdhandoff.layouts.descriptor import Component
+from pdhandoff.native.base import Finished, GatherPart
 from pdhandoff.native.convert import convert_rows
 from pdhandoff.native.digest import digest_rows
 from pdhandoff.native.encodings import (
@@ -18,6 +19,7 @@ from pdhandoff.native.encodings import (
     quantise_blocks,
     reorder_rope,
 )
+from pdhandoff.native.gather import gather_parts
 from pdhandoff.native.memmove import copy_plan
 from pdhandoff.native.rotation import hadamard128
 from pdhandoff.native.strided import gather_rows, scatter_rows
@@ -54,6 +56,10 @@ class Reference:
         """Execute raw copies, see `Native.copy`."""
         copy_plan(plan)
 
+    def gather(self, parts: Sequence[GatherPart], tokens: range, *, digest: bool, stream: int = 0) -> Finished:  # noqa: ARG002 - CPU memory has no streams
+        """Rows into landing form, see `Native.gather`."""
+        return Finished(gather_parts(parts, tokens, digest=digest))
+
     def convert(
         self,
         conversion: Conversion,
@@ -64,9 +70,10 @@ class Reference:
         destination_pages: PageTable,
         tokens: range,
         zero_until: int,
-    ) -> None:
+        digest_layers: Sequence[int] | None = None,
+    ) -> int:
         """Convert landed rows, see `Native.convert`."""
-        convert_rows(
+        return convert_rows(
             conversion,
             source_bases=source_bases,
             source_pages=source_pages,
@@ -74,6 +81,7 @@ class Reference:
             destination_pages=destination_pages,
             tokens=tokens,
             zero_until=zero_until,
+            digest_layers=digest_layers,
         )
 
     def digest(

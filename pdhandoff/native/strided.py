@@ -18,6 +18,7 @@ import torch
 
 from pdhandoff.errors import ErrorCode, LocalError
 from pdhandoff.layouts.descriptor import Component, Element, Plane
+from pdhandoff.native.checks import check_table
 from pdhandoff.planner.pages import PageTable
 
 __all__ = ["Slots", "from_bytes", "gather_bytes", "gather_rows", "locate", "scatter_bytes", "scatter_rows", "to_bytes"]
@@ -71,33 +72,12 @@ def locate(component: Component, pages: PageTable, tokens: range, *, page_count:
         LocalError: the table has another page size, starts inside a page, is too short, or names a page out of range.
 
     """
+    used = check_table(component, pages, tokens, page_count)
     size = pages.page_tokens
-    if size != component.page_tokens:
-        raise LocalError(
-            ErrorCode.MISUSE,
-            f"a table of {size}-token pages cannot index {component.name}, whose pages hold {component.page_tokens}",
-        )
-    if pages.first_token % size:
-        raise LocalError(
-            ErrorCode.MISUSE, f"the page table of {component.name} starts at token {pages.first_token}, inside a page"
-        )
     token = torch.arange(tokens.start, max(tokens.start, tokens.stop), dtype=torch.int64)
-    first = (tokens.start - pages.first_token) // size
-    stop = -(-(tokens.stop - pages.first_token) // size)
-    if len(token) and (first < 0 or stop > len(pages.ids)):
-        raise LocalError(
-            ErrorCode.OUT_OF_RANGE,
-            f"tokens {tokens.start}..{tokens.stop} of {component.name} leave its page table, "
-            f"which covers {pages.first_token}..{pages.stop_token}",
-        )
-    ids = torch.tensor(list(pages.ids[first:stop]) if len(token) else [], dtype=torch.int64)
-    page = ids[(token - pages.first_token) // size - first]
+    ids = torch.tensor(list(pages.ids[used.start : used.stop]), dtype=torch.int64)
+    page = ids[(token - pages.first_token) // size - used.start]
     real = torch.ones_like(token, dtype=torch.bool) if pages.null is None else page != pages.null
-    outside = real & ((page < 0) if page_count is None else (page < 0) | (page >= page_count))
-    if outside.any():
-        culprit = page[outside][0].item()
-        have = "no page has a negative id" if page_count is None else f"it has {page_count} pages"
-        raise LocalError(ErrorCode.OUT_OF_RANGE, f"page {culprit} is none of {component.name}'s: {have}")
     return Slots(token, page, token % size, real)
 
 

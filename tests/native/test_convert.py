@@ -310,7 +310,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(native: Native)
         before = bytes(case.destination.memory)
         with pytest.raises(LocalError, match=match):
             case.run(native, tokens, zero_until)
-        assert case.destination.memory == before
+        assert bytes(case.destination.memory) == before
 
     case.destination_pages = good._replace(ids=[0, 99])
     refused("page 99")
@@ -322,6 +322,58 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(native: Native)
     refused("leave its page table", zero_until=129)
     case.destination.placement = case.destination.placement._replace(bases={"other": [0, 0]})
     refused("region")
+
+
+@pytest.mark.parametrize("tokens", [range(70), range(5, 70), range(64, 65)])
+@pytest.mark.parametrize("target", ["planes", "rows", "keys", "fp8 keys", "heads"])
+def test_the_digest_of_what_was_converted(native: Native, target: str, tokens: range) -> None:
+    source, destination = {
+        "planes": (latent_rows(), latent_contiguous(90)),
+        "rows": (latent_rows(), latent_rows(page_tokens=16, row=700)),
+        "keys": (index_planar(), index_contiguous(90)),
+        "fp8 keys": (index_planar(), index_rows(scales=Element.UE8M0X4)),
+        "heads": (key_value("nhd", heads=range(1, 4)), key_value("transposed", heads=range(2, 4), elements=24)),
+    }[target]
+    case = Case(landing_component(source), destination, 70)
+    for plane in case.source.component.planes:
+        for layer in (0, 1):
+            data = random.Random(f"{plane.name} {layer}").randbytes(plane.row_bytes)
+            for token in range(70):
+                for head in range(case.source.component.heads):
+                    case.source.put(plane, layer, case.source_pages, token, data=data, head=head)
+    digest = native.convert(
+        case.conversion,
+        source_bases=case.source.bases()[""],
+        source_pages=case.source_pages,
+        destination_at=case.destination.placement,
+        destination_pages=case.destination_pages,
+        tokens=tokens,
+        zero_until=72,
+        digest_layers=(5, 3),
+    )
+    assert digest == native.digest(
+        case.source.component,
+        layers=(5, 3),
+        bases=case.source.bases(),
+        pages=case.source_pages,
+        tokens=tokens,
+        heads=case.conversion.heads,
+    )
+
+
+def test_a_digest_needs_the_layer_of_every_base(native: Native) -> None:
+    case = Case(landing_component(index_planar()), index_planar(), 64)
+    with pytest.raises(LocalError, match="the layer of each of 2 bases; got 1"):
+        native.convert(
+            case.conversion,
+            source_bases=case.source.bases()[""],
+            source_pages=case.source_pages,
+            destination_at=case.destination.placement,
+            destination_pages=case.destination_pages,
+            tokens=range(64),
+            zero_until=0,
+            digest_layers=(0,),
+        )
 
 
 def test_bases_must_match_layers(native: Native) -> None:
