@@ -54,7 +54,7 @@ class ErrorCode(enum.IntEnum):
     BUSY = 43  # no room now, and the queue is full or not wanted
     QUEUE_TIMEOUT = 44  # waited as long as the caller allowed
     DRAINING = 45  # this side takes no new handoffs
-    EXPIRED = 46  # an announced handoff that never came, or a reference kept for too long
+    EXPIRED = 46  # somebody did not come in time: a producer, a shard, a reader, an answer to COMMIT
     # transfer
     LEASE_EXPIRED = 60  # a shard gave no sign of life within its lease
     TRANSFER_TIMEOUT = 61  # the bytes took longer than their budget
@@ -80,6 +80,7 @@ _RETRYABLE: Final = frozenset(
         ErrorCode.BUSY,
         ErrorCode.QUEUE_TIMEOUT,
         ErrorCode.DRAINING,
+        ErrorCode.EXPIRED,
         ErrorCode.LEASE_EXPIRED,
         ErrorCode.TRANSFER_TIMEOUT,
         ErrorCode.MOVER_FAILED,

@@ -30,6 +30,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     "destination ranks of one consumer"
     max_entries: int = 4096
     "manifest entries of one shard"
+    max_progress_layers: int = 16384
+    "of one PROGRESS: layers of all spans together, where a span of all layers of its entry counts as one"
+    max_fragments: int = 1024
+    "runs of rows, apart from each other, that may have landed of one layer"
     max_extents: int = 4096
     "extents in one grant"
     max_prompt_tokens: int = 16 << 20

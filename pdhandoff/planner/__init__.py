@@ -12,11 +12,14 @@ from pdhandoff.planner.copies import (
 )
 from pdhandoff.planner.heads import common_heads
 from pdhandoff.planner.landing import (
+    LandingPart,
+    LandingRun,
     entry_component,
     landing_component,
     landing_entry,
-    landing_pages,
-    landing_placement,
+    landing_parts,
+    landing_runs,
+    stepped_component,
 )
 from pdhandoff.planner.pages import PageTable, TokenRuns, admit_length, token_runs
 from pdhandoff.planner.placement import Placement, layer_bases
@@ -28,6 +31,8 @@ __all__ = [
     "ConversionPart",
     "CopyBlock",
     "CopyPlan",
+    "LandingPart",
+    "LandingRun",
     "PageTable",
     "Pair",
     "Placement",
@@ -41,13 +46,14 @@ __all__ = [
     "entry_component",
     "landing_component",
     "landing_entry",
-    "landing_pages",
-    "landing_placement",
+    "landing_parts",
+    "landing_runs",
     "layer_bases",
     "pair_components",
     "plan_copies",
     "plan_pair",
     "plan_shards",
     "shard_manifest",
+    "stepped_component",
     "token_runs",
 ]

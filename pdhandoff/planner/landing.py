@@ -7,6 +7,7 @@ in the source's own order, so that whole source pages stay single runs.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -14,13 +15,63 @@ from pdhandoff.errors import ErrorCode, PlanError
 from pdhandoff.layouts.descriptor import Component, Plane
 from pdhandoff.planner.pages import PageTable
 from pdhandoff.planner.placement import Placement
-from pdhandoff.protocol.manifest import Entry, Manifest, place_pieces
+from pdhandoff.protocol.manifest import Entry, Group, Manifest, landing_groups, place_pieces
 
-__all__ = ["entry_component", "landing_component", "landing_entry", "landing_pages", "landing_placement"]
+__all__ = [
+    "LandingPart",
+    "LandingRun",
+    "entry_component",
+    "landing_component",
+    "landing_entry",
+    "landing_parts",
+    "landing_runs",
+    "stepped_component",
+]
 
 _KEPT_PAGE_TOKENS = 256
 "pages up to this size stay as they are; larger ones would make a short prompt land in one huge page"
 _PACKED_PAGE_TOKENS = 64
+
+
+class LandingRun(NamedTuple):
+    """Steps of one group that follow each other in memory, on a consumer rank or in a staging ring."""
+
+    group: Group
+    pages: range
+    "step p holds tokens [p * page_tokens, (p + 1) * page_tokens) of the prompt"
+    address: int
+    "of the first step"
+
+    def address_of(self, page: int) -> int:
+        """Of one of its steps."""
+        return self.address + (page - self.pages.start) * self.group.step
+
+    def tokens(self, moved: range) -> range:
+        """Those of `moved` that lie in it."""
+        size = self.group.page_tokens
+        start = max(moved.start, self.pages.start * size)
+        return range(start, max(start, min(moved.stop, self.pages.stop * size)))
+
+    def at(self, entry: int) -> tuple[Placement, PageTable]:
+        """Where the pages of one entry of the group are, and its page table."""
+        offsets = self.group.offsets[self.group.entries.index(entry)]
+        count, size = len(self.pages), self.group.page_tokens
+        placement = Placement(count, {"": [self.address + offset for offset in offsets]})
+        return placement, PageTable(range(count), size, self.pages.start * size)
+
+
+class LandingPart(NamedTuple):
+    """Rows of one manifest entry whose pages follow each other at one step."""
+
+    entry: int
+    "index into the manifest's entries"
+    tokens: range
+    "of the prompt"
+    placement: Placement
+    "bases in the order of the entry's layers"
+    pages: PageTable
+    step: int
+    "bytes from page to page: the landing component's, stepped"
 
 
 def landing_component(component: Component, heads: range | None = None) -> Component:
@@ -90,8 +141,14 @@ def entry_component(component: Component, entry: Entry) -> Component:
     return msgspec.structs.replace(landing_component(component, heads), layers=entry.layers)
 
 
-def landing_placement(manifest: Manifest, destination: int, extents: Sequence[tuple[int, int]]) -> dict[int, Placement]:
-    """Where each manifest entry lands on one consumer rank: entry index -> placement, bases in the order of its layers.
+def stepped_component(landing: Component, step: int) -> Component:
+    """A landing component whose pages follow each other at `step` bytes: those of other layers lie in between."""
+    planes = tuple(msgspec.structs.replace(plane, page_stride=step) for plane in landing.planes)
+    return msgspec.structs.replace(landing, planes=planes)
+
+
+def landing_runs(manifest: Manifest, destination: int, extents: Sequence[tuple[int, int]]) -> list[LandingRun]:
+    """Where the steps of each group lie on one consumer rank, in landing order: one run per group and extent.
 
     Args:
         manifest: of one shard, as granted.
@@ -100,16 +157,38 @@ def landing_placement(manifest: Manifest, destination: int, extents: Sequence[tu
 
     Raises PlanError when the pieces do not fit into the extents.
     """
+    groups = landing_groups(manifest.entries, destination)
     pieces = list(manifest.pieces(destination))
-    bases: dict[int, list[int]] = {}
-    for piece, address in zip(pieces, place_pieces(pieces, extents), strict=True):
-        bases.setdefault(piece.entry, []).append(address)
-    return {index: Placement(manifest.pages(manifest.entries[index]), {"": at}) for index, at in bases.items()}
+    runs: list[LandingRun] = []
+    for piece, address in zip(pieces, place_pieces((piece.nbytes for piece in pieces), extents), strict=True):
+        group = groups[piece.group]
+        last = runs[-1] if runs else None
+        if last is not None and last.group is group:
+            stop = last.pages.stop
+            if address == last.address + len(last.pages) * group.step:
+                runs[-1] = last._replace(pages=range(last.pages.start, stop + piece.pages))
+                continue
+        else:
+            stop = manifest.start_token // group.page_tokens
+        runs.append(LandingRun(group, range(stop, stop + piece.pages), address))
+    return runs
 
 
-def landing_pages(manifest: Manifest, entry: Entry) -> PageTable:
-    """The page table of an entry's pieces: pages 0, 1, ... from the one that holds `start_token`."""
-    return PageTable.packed(range(manifest.start_token, manifest.prompt_tokens), entry.page_tokens)
+def landing_parts(manifest: Manifest, destination: int, extents: Sequence[tuple[int, int]]) -> list[LandingPart]:
+    """Where the rows of each manifest entry lie on one consumer rank, in token order for each entry.
+
+    A manifest that moves nothing has a part without tokens for each. Arguments and errors are `landing_runs`'.
+    """
+    parts: list[LandingPart] = []
+    runs = landing_runs(manifest, destination, extents)
+    if not manifest.tokens:
+        first = manifest.start_token
+        groups = landing_groups(manifest.entries, destination)
+        runs = [LandingRun(group, range(first // group.page_tokens, first // group.page_tokens), 0) for group in groups]
+    for run in runs:
+        tokens = run.tokens(range(manifest.start_token, manifest.prompt_tokens))
+        parts += [LandingPart(index, tokens, *run.at(index), run.group.step) for index in run.group.entries]
+    return parts
 
 
 def _is_compact(component: Component) -> bool:

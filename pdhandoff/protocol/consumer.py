@@ -22,7 +22,7 @@ from pdhandoff.protocol.attachments import Expected
 from pdhandoff.protocol.book import BookStatistics, ExtentBook
 from pdhandoff.protocol.consumer_admission import Admission, CoverCheck, OfferCheck, Unannounced
 from pdhandoff.protocol.consumer_ends import Ends
-from pdhandoff.protocol.consumer_handoff import Claim, overdue
+from pdhandoff.protocol.consumer_handoff import Claim, SoFar, overdue
 from pdhandoff.protocol.consumer_moving import Moving
 from pdhandoff.protocol.consumer_registry import RETRY_AFTER_MS, Registry, Timer
 from pdhandoff.protocol.consumer_table import TABLE, ConsumerInput, ConsumerState
@@ -50,6 +50,7 @@ __all__ = [
     "ConsumerStatistics",
     "CoverCheck",
     "OfferCheck",
+    "SoFar",
     "Unannounced",
 ]
 
@@ -260,6 +261,11 @@ class ConsumerCore:
         """State of a handoff under way, None when it is over or unknown."""
         item = self._r.handoffs.get(handoff)
         return None if item is None else item.machine.state
+
+    def landed(self, handoff: HandoffId) -> SoFar | None:
+        """What has landed of a handoff that is moving, being verified or ready; None of any other."""
+        item = self._r.handoffs.get(handoff)
+        return None if item is None else item.so_far()
 
     def manifests(self, handoff: HandoffId) -> dict[int, Manifest]:
         """Shard -> what lands, of a handoff under way; empty when it is over or unknown."""

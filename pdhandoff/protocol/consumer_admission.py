@@ -203,10 +203,13 @@ class Admission:
             self._cover(item.handoff, [shard.manifest for shard in item.shards.values()])
         for shard in item.shards.values():
             shard.start_at(item.start_token)
-        item.count_wants()
-        if not self._r.book.fits_when_empty(item.wants):
-            need = sum(map(sum, item.wants.values()))
-            total = self._r.book.statistics().total_bytes
+        need = sum(shard.landing_bytes for shard in item.shards.values())
+        total = self._r.book.statistics().total_bytes
+        fits = need <= total  # what cannot fit is not cut into pieces: a long prompt has many
+        if fits:
+            item.count_wants()
+            fits = self._r.book.fits_when_empty(item.wants)
+        if not fits:
             raise LocalError(
                 ErrorCode.TOO_LARGE, f"needs {need} bytes of landing memory, this consumer has {total} in all"
             )

@@ -15,7 +15,7 @@ from pdhandoff.protocol.messages import Attachment, Commit, Offer
 from pdhandoff.protocol.spans import Ledger
 from pdhandoff.protocol.table import Machine
 
-__all__ = ["Claim", "Handoff", "HandoffShard", "check_commit", "overdue"]
+__all__ = ["Claim", "Handoff", "HandoffShard", "SoFar", "check_commit", "overdue"]
 
 _S = ConsumerState
 
@@ -31,6 +31,17 @@ class Claim(NamedTuple):
     attachments: Mapping[str, Attachment]
     "by name; of several shards that send one name, the lowest shard's"
     traceparent: str
+
+
+class SoFar(NamedTuple):
+    """What has landed of a handoff under a grant."""
+
+    generation: int
+    prompt_tokens: int
+    digest: bool
+    "some shard has promised a payload digest"
+    rows: Mapping[int, Sequence[Sequence[range]]]
+    "shard -> for each entry of its manifest, tokens of which all layers have landed together"
 
 
 @final
@@ -50,6 +61,11 @@ class HandoffShard:
         self.required: frozenset[str] = frozenset()
         "attachments that this consumer cannot do without"
         self.values: tuple[Attachment, ...] = offer.attachments
+
+    @property
+    def landing_bytes(self) -> int:
+        """Landing memory that its rows take, in bytes, on all ranks."""
+        return sum(map(self.manifest.landing_bytes, self.manifest.destinations))
 
     def start_at(self, token: int) -> None:
         """Only rows from this token on will move. Raises PlanError when it lies outside the prompt."""
@@ -114,6 +130,18 @@ class Handoff:
                 )
             if other.link == shard.link:
                 raise LocalError(ErrorCode.MANIFEST_MISMATCH, "one link offers two shards of one handoff")
+
+    def so_far(self) -> SoFar | None:
+        """What has landed, while it may be read under `begin_read`."""
+        if self.machine.state not in {_S.LANDING, _S.VERIFYING, _S.READY}:
+            return None
+        shards = self.shards.items()
+        return SoFar(
+            generation=self.generation,
+            prompt_tokens=next(iter(self.shards.values())).manifest.prompt_tokens,
+            digest=any(shard.offer.digest for _, shard in shards),
+            rows={rank: shard.ledger.whole_rows() for rank, shard in shards},
+        )
 
     def claim(self, record: Record) -> Claim:
         """Everything that its reader gets."""

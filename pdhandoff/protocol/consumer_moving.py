@@ -44,8 +44,7 @@ class Moving:
             r.effects.append(RowsVoid(item.handoff, item.generation, message.shard))
         elif isinstance(message, Progress):
             try:
-                for span in message.spans:
-                    shard.ledger.add(span)
+                shard.ledger.add_all(message.spans, r.limits)
             except PdHandoffError as error:
                 self._ends.fail(item, error.code, error.reason, now, shard=message.shard)
                 return

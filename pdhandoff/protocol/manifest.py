@@ -1,14 +1,17 @@
 """What one shard will move, agreed by both sides: (component, layer, heads, token range) -> bytes.
 
-A manifest also fixes the *landing space*: the order and size of the pieces in which a shard's rows land. A piece is the
-pages of one layer of one entry, packed, in token order; it never spans two extents. Rows keep the byte layout that they
-have in a source page; the first piece page is the one that holds `start_token`.
+A manifest also fixes the *landing space*: the order and size of the pieces in which a shard's rows land. Entries for
+one consumer rank whose landing pages hold equally many tokens form a *group*, in the order of their first entries. A
+piece is a group's pages for a run of tokens: one step for each page, in token order, and in a step the page of every
+entry and layer, so that a chunk of prefill lands in one run. A piece never spans two extents. Rows keep the byte layout
+that they have in a source page; the first step is the one that holds `start_token`.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from typing import Final, NamedTuple, Self, final
 
 import msgspec
@@ -16,10 +19,15 @@ import msgspec
 from pdhandoff.errors import ErrorCode, PlanError
 from pdhandoff.limits import DEFAULT_LIMITS, Limits
 
-__all__ = ["PIECE_ALIGNMENT", "Entry", "Manifest", "Piece", "place_pieces"]
+__all__ = ["PAGE_ALIGNMENT", "PIECE_ALIGNMENT", "Entry", "Group", "Manifest", "Piece", "landing_groups", "place_pieces"]
 
+PAGE_ALIGNMENT: Final = 16
+"pages start on multiples of this many bytes, inside their step: what processors load at once"
 PIECE_ALIGNMENT: Final = 64
-"pieces start on multiples of this many bytes, inside their extent"
+"steps, and with them pieces, are multiples of this many bytes"
+_KEPT_GROUPS: Final = 64
+_PIECE_TOKENS: Final = 64
+"a piece has so many at least, however small the pages"
 
 
 @final
@@ -42,15 +50,33 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     "rank of the consumer that needs them"
 
 
-class Piece(NamedTuple):
-    """One contiguous run of the landing space: the pages of one layer of one entry."""
+class Group(NamedTuple):
+    """Entries for one consumer rank that land together."""
 
-    entry: int
-    "index into `Manifest.entries`"
-    layer: int
-    "global layer id"
+    entries: tuple[int, ...]
+    "indices into `Manifest.entries`"
+    page_tokens: int
+    "tokens of one step"
+    offsets: tuple[tuple[int, ...], ...]
+    "of each entry: where the page of each of its layers starts in a step, in bytes"
+    step: int
+    "bytes of one step"
+
+    @property
+    def piece_pages(self) -> int:
+        """Steps of one piece; the last one may have fewer."""
+        return max(1, _PIECE_TOKENS // self.page_tokens)
+
+
+class Piece(NamedTuple):
+    """One contiguous run of the landing space: some steps of one group."""
+
+    group: int
+    "position in `landing_groups`"
+    pages: int
+    "steps"
     nbytes: int
-    "bytes of its pages, before rounding up to PIECE_ALIGNMENT"
+    "a multiple of PIECE_ALIGNMENT"
 
 
 @final
@@ -81,17 +107,26 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def pages(self, entry: Entry) -> int:
         """Landing pages of one layer of an entry."""
+        return self.steps(entry.page_tokens)
+
+    def steps(self, page_tokens: int) -> int:
+        """Landing pages, of so many tokens each, from the one that holds `start_token` on."""
         if self.tokens == 0:
             return 0
-        return -(-self.prompt_tokens // entry.page_tokens) - self.start_token // entry.page_tokens
+        return -(-self.prompt_tokens // page_tokens) - self.start_token // page_tokens
 
     def pieces(self, destination: int) -> Iterator[Piece]:
         """The pieces that land on one consumer rank, in order."""
-        for index, entry in enumerate(self.entries):
-            if entry.destination == destination:
-                nbytes = self.pages(entry) * entry.page_bytes
-                for layer in entry.layers:
-                    yield Piece(index, layer, nbytes)
+        for index, group in enumerate(landing_groups(self.entries, destination)):
+            left = self.steps(group.page_tokens)
+            while left > 0:
+                pages = min(left, group.piece_pages)
+                yield Piece(index, pages, pages * group.step)
+                left -= pages
+
+    def landing_bytes(self, destination: int) -> int:
+        """Bytes of all pieces for one consumer rank."""
+        return sum(self.steps(group.page_tokens) * group.step for group in landing_groups(self.entries, destination))
 
     def starting_at(self, token: int) -> Self:
         """The same manifest without the rows before `token`. Raises PlanError when it lies outside the prompt."""
@@ -117,16 +152,40 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self
 
 
-def place_pieces(pieces: Sequence[Piece], extents: Sequence[tuple[int, int]]) -> list[int]:
+@lru_cache(maxsize=_KEPT_GROUPS)
+def landing_groups(entries: tuple[Entry, ...], destination: int) -> tuple[Group, ...]:
+    """The groups of the entries that one consumer rank gets, in landing order. All handoffs of a link have the same."""
+    members: dict[int, list[int]] = {}
+    for index, entry in enumerate(entries):
+        if entry.destination == destination:
+            members.setdefault(entry.page_tokens, []).append(index)
+    groups: list[Group] = []
+    for page_tokens, chosen in members.items():
+        at = 0
+        offsets: list[tuple[int, ...]] = []
+        for index in chosen:
+            stride = _round_up(entries[index].page_bytes, PAGE_ALIGNMENT)
+            layers = len(entries[index].layers)
+            offsets.append(tuple(range(at, at + layers * stride, stride)))
+            at += layers * stride
+        groups.append(Group(tuple(chosen), page_tokens, tuple(offsets), _round_up(at, PIECE_ALIGNMENT)))
+    return tuple(groups)
+
+
+def place_pieces(sizes: Iterable[int], extents: Iterable[tuple[int, int]]) -> list[int]:
     """The address of each piece in granted extents, `(address, length)` each, filled in order.
 
     A piece that does not fit into the rest of an extent starts the next one. Raises PlanError when they do not all fit.
+
+    Args:
+        sizes: of the pieces, in bytes.
+        extents: in the order of the grant.
     """
     addresses: list[int] = []
     remaining = iter(extents)
     address, left = 0, 0
-    for piece in pieces:
-        need = -(-piece.nbytes // PIECE_ALIGNMENT) * PIECE_ALIGNMENT
+    for nbytes in sizes:
+        need = _round_up(nbytes, PIECE_ALIGNMENT)
         while left < need:
             extent = next(remaining, None)
             if extent is None:
@@ -135,6 +194,10 @@ def place_pieces(pieces: Sequence[Piece], extents: Sequence[tuple[int, int]]) ->
         addresses.append(address)
         address, left = address + need, left - need
     return addresses
+
+
+def _round_up(nbytes: int, to: int) -> int:
+    return -(-nbytes // to) * to
 
 
 def _check(condition: bool, field: str, value: int) -> None:  # noqa: FBT001

@@ -201,7 +201,7 @@ class ProducerCore:
         if shard.machine.state in {_S.MOVING, _S.COMMITTING}:
             for span in spans:
                 shard.ledger.add(span)
-            for progress in shard.progress(spans, self._limits.max_entries):
+            for progress in shard.progress(spans, self._limits):
                 self._send(shard, progress)
             self._renew_later(shard, now)
         self._forget_write(shard, write)

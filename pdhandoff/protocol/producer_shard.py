@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import final
 
 from pdhandoff.ids import HandoffId, Incarnation
+from pdhandoff.limits import Limits
 from pdhandoff.protocol.manifest import Manifest
 from pdhandoff.protocol.messages import Cancel, Commit, Drained, Failed, Grant, Progress, Renew, Restart
 from pdhandoff.protocol.producer_table import TABLE
@@ -62,15 +63,21 @@ class ProducerShard:
         """How often it must give a sign of life."""
         return 0.0 if self.grant is None else self.grant.lease_ms / 1000
 
-    def progress(self, spans: Sequence[Span], most: int) -> Iterator[Progress]:
-        """These rows have landed: one PROGRESS for each `most` spans."""
-        for at in range(0, max(len(spans), 1), most):
-            yield Progress(
-                handoff=self.handoff,
-                generation=self.generation,
-                shard=self.manifest.shard,
-                spans=tuple(spans[at : at + most]),
-            )
+    def progress(self, spans: Sequence[Span], limits: Limits) -> Iterator[Progress]:
+        """These rows have landed: as many PROGRESS as a consumer's limits ask for, one at least."""
+        said: list[Span] = []
+        layers = 0
+        for span in spans:
+            more = self.ledger.layers(span)
+            if len(said) == limits.max_entries or layers + more > limits.max_progress_layers:
+                yield self._progress(said)
+                said, layers = [], 0
+            said.append(span)
+            layers += more
+        yield self._progress(said)
+
+    def _progress(self, spans: Sequence[Span]) -> Progress:
+        return Progress(handoff=self.handoff, generation=self.generation, shard=self.manifest.shard, spans=tuple(spans))
 
     def renew(self) -> Renew:
         """It is alive."""

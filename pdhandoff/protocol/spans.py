@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, NamedTuple, final
 
 from msgspec import Meta
 
 from pdhandoff.errors import ErrorCode, RemoteError
+from pdhandoff.limits import Limits
 from pdhandoff.protocol.manifest import Manifest
 
 __all__ = ["Hole", "IntervalSet", "Ledger", "Span"]
@@ -49,6 +50,10 @@ class IntervalSet:
         for start, stop in intervals:
             self.add(start, stop)
 
+    def __len__(self) -> int:
+        """How many intervals."""
+        return len(self._starts)
+
     def __iter__(self) -> Iterator[tuple[int, int]]:
         return iter(zip(self._starts, self._stops, strict=True))
 
@@ -76,6 +81,14 @@ class IntervalSet:
                 return None
         return (start, stop) if start < stop else None
 
+    def gaps(self, start: int, stop: int) -> list[range]:
+        """All of `[start, stop)` that is not in the set, in ascending order."""
+        found: list[range] = []
+        while (gap := self.first_gap(start, stop)) is not None:
+            found.append(range(*gap))
+            start = gap[1]
+        return found
+
 
 @final
 class Ledger:
@@ -93,14 +106,53 @@ class Ledger:
         self._all_layers = [IntervalSet() for _ in self.manifest.entries]
         self._some_layers.clear()
 
-    def add(self, span: Span) -> None:
-        """Count a span. Raises RemoteError when it names rows that the manifest does not have."""
+    def layers(self, span: Span) -> int:
+        """Layers that are counted one by one for a span: 1 for all layers of its entry.
+
+        Raises RemoteError when it names rows that the manifest does not have.
+        """
+        every = self._check(span)
+        some = span.layer_stop - span.layer_start
+        return 1 if some == every else some
+
+    def add_all(self, spans: Sequence[Span], limits: Limits) -> None:
+        """Count the spans of a peer's message.
+
+        Raises RemoteError when one names rows that the manifest does not have, and when counting this message, or what
+        it leaves behind, would take too long.
+        """
+        if sum(map(self.layers, spans)) > limits.max_progress_layers:
+            raise RemoteError(
+                ErrorCode.OVERSIZED,
+                f"progress names more than {limits.max_progress_layers} layers in one message: report spans of all "
+                "layers, or fewer at once",
+            )
+        for span in spans:
+            if self.add(span) > limits.max_fragments:
+                raise RemoteError(
+                    ErrorCode.OVERSIZED,
+                    f"the rows of entry {span.entry} have landed in more than {limits.max_fragments} fragments: hand "
+                    "tokens off in order",
+                )
+
+    def add(self, span: Span) -> int:
+        """Count a span. Returns how many runs of rows there are now in a layer of it, at most.
+
+        Raises RemoteError when it names rows that the manifest does not have.
+        """
         layers = self._check(span)
         if span.layer_start == 0 and span.layer_stop == layers:
-            self._all_layers[span.entry].add(span.token_start, span.token_stop)
-            return
-        for layer in range(span.layer_start, span.layer_stop):
-            self._some_layers.setdefault((span.entry, layer), IntervalSet()).add(span.token_start, span.token_stop)
+            grown = [self._all_layers[span.entry]]
+        else:
+            some = range(span.layer_start, span.layer_stop)
+            grown = [self._some_layers.setdefault((span.entry, layer), IntervalSet()) for layer in some]
+        for rows in grown:
+            rows.add(span.token_start, span.token_stop)
+        return max(map(len, grown))
+
+    def whole_rows(self) -> list[list[range]]:
+        """For each entry, the tokens of which all layers have landed together."""
+        return [[range(*interval) for interval in intervals] for intervals in self._all_layers]
 
     def first_hole(self) -> Hole | None:
         """The first rows that have not landed; None when all have."""

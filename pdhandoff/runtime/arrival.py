@@ -6,41 +6,24 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, NamedTuple, Self, final
+from typing import TYPE_CHECKING, Final, Self, final
 
 from pdhandoff.errors import ErrorCode, HandoffFailed, LocalError, PdHandoffError
 from pdhandoff.ids import HandoffId
 from pdhandoff.layouts import Bridge, Component
 from pdhandoff.native import Native
-from pdhandoff.planner import (
-    PageTable,
-    Placement,
-    derive_conversion,
-    entry_component,
-    landing_pages,
-    landing_placement,
-)
+from pdhandoff.planner import PageTable, Placement
 from pdhandoff.protocol.attachments import read_int
-from pdhandoff.protocol.book import Slot
 from pdhandoff.protocol.consumer import Claim
-from pdhandoff.protocol.manifest import Entry, Manifest
+from pdhandoff.protocol.manifest import Manifest
 from pdhandoff.protocol.messages import Attachment
+from pdhandoff.runtime.early import EarlyDone
+from pdhandoff.runtime.landed import LandedRows, Target, convert_rows, landed_rows
 
 if TYPE_CHECKING:
     from pdhandoff.runtime.consumer import Consumer
 
-__all__ = ["Arrival", "LandedRows", "Ticket"]
-
-
-class LandedRows(NamedTuple):
-    """Rows of one manifest entry as they have landed."""
-
-    component: Component
-    "landing component: the entry's layers and heads, packed pages"
-    placement: Placement
-    pages: PageTable
-    entry: Entry
-    shard: int
+__all__ = ["Arrival", "Ticket"]
 
 
 @final
@@ -61,11 +44,13 @@ class Arrival:
         claim: Claim,
         sources: Mapping[int, Mapping[str, Component]],
         bridges: Mapping[int, Sequence[Bridge]],
+        early: EarlyDone | None,
     ) -> None:
         self._consumer = consumer
         self._claim = claim
         self._sources = sources
         self._bridges = bridges
+        self._early = early
         self._released = False
         first: Manifest = next(iter(claim.manifests.values()))
         self.handoff = claim.handoff
@@ -103,9 +88,9 @@ class Arrival:
         return value
 
     def rows(self, destination: int = 0) -> list[LandedRows]:
-        """The landed rows for one consumer rank, one item per manifest entry. Raises LocalError after release."""
+        """The landed rows for one consumer rank. Raises LocalError after release."""
         self._check_held()
-        return landed_rows(self._claim, self._sources, destination)
+        return landed_rows(self._claim.manifests, self._claim.extents, self._sources, destination)
 
     def convert_into(
         self,
@@ -116,7 +101,7 @@ class Arrival:
         destination: int = 0,
         native: Native | None = None,
     ) -> None:
-        """Convert every landed row into the decode engine's caches.
+        """Convert every landed row into the decode engine's caches, but for those that `Ticket.convert_early` has done.
 
         Args:
             caches: component name -> where it lives, as the consumer's layout describes it.
@@ -132,10 +117,15 @@ class Arrival:
         """
         self._check_held()
         engine = native or self._consumer.native
-        tokens = range(self.start_token, self.prompt_tokens)
+        target = Target(caches, pages, zero_until, destination)
+        early = self._early if self._early is not None and self._early.target == target else None
         for landed in self.rows(destination):
-            bridge = self._bridges[landed.shard][destination]
-            _convert(engine, bridge, landed, caches, pages, tokens, zero_until)
+            missing = [landed.tokens] if early is None else early.missing(landed, landed.tokens)
+            for tokens in missing:
+                bridge = self._bridges[landed.shard][destination]
+                convert_rows(
+                    engine, bridge, landed, target, tokens=tokens, prompt_tokens=self.prompt_tokens, sum_up=False
+                )
         self._check_held()
 
     def _check_held(self) -> None:
@@ -152,49 +142,6 @@ class Arrival:
             self._consumer.release(self.handoff)
 
 
-def landed_rows(claim: Claim, sources: Mapping[int, Mapping[str, Component]], destination: int) -> list[LandedRows]:
-    """Where each entry of each shard lies on one rank."""
-    rows: list[LandedRows] = []
-    for shard, manifest in claim.manifests.items():
-        extents = claim.extents.get(Slot(shard, destination), ())
-        placements = landing_placement(manifest, destination, extents)
-        for index, placement in placements.items():
-            entry = manifest.entries[index]
-            component = entry_component(sources[shard][entry.component], entry)
-            rows.append(LandedRows(component, placement, landing_pages(manifest, entry), entry, shard))
-    return rows
-
-
-def _convert(  # noqa: PLR0917 - private, and every argument has a type of its own
-    native: Native,
-    bridge: Bridge,
-    landed: LandedRows,
-    caches: Mapping[str, Placement],
-    pages: Mapping[str, PageTable] | None,
-    tokens: range,
-    zero_until: int,
-) -> None:
-    name = landed.component.name
-    target = bridge.destination.component(name)
-    pairs = next(each for each in bridge.components if each.destination.name == name).layers
-    source_of = {pair.destination: pair.source for pair in pairs if pair.source in landed.entry.layers}
-    layers = tuple(layer for layer in target.layers if layer in source_of)
-    base_of = dict(zip(landed.entry.layers, landed.placement.bases[""], strict=True))
-    if name not in caches or (pages is not None and name not in pages):
-        raise LocalError(ErrorCode.MISUSE, f"component {name} has landed and no cache, or no pages, were given for it")
-    table = PageTable((0,), target.page_tokens) if pages is None else pages[name]
-    last_page = tokens.stop if pages is None else -(-tokens.stop // target.page_tokens) * target.page_tokens
-    native.convert(
-        derive_conversion(landed.component, target, layers),
-        source_bases=[base_of[source_of[layer]] for layer in layers],
-        source_pages=landed.pages,
-        destination_at=caches[name],
-        destination_pages=table,
-        tokens=tokens,
-        zero_until=max(zero_until, last_page),
-    )
-
-
 @final
 class Ticket:
     """An announced handoff. `wait` from the engine's front end; `cancel` when the request goes away."""
@@ -207,6 +154,7 @@ class Ticket:
         self.outcome.set_running_or_notify_cancel()
         self._lock = threading.Lock()
         self._waiting = 0
+        self._early = False
         self._used: PdHandoffError | None = None
         "why there is nothing to take any more"
 
@@ -237,6 +185,39 @@ class Ticket:
             reason = f"handoff {self.handoff} was taken before: a reference can be used once"
             self._used = LocalError(ErrorCode.DUPLICATE, reason)
         return arrival
+
+    def convert_early(
+        self,
+        caches: Mapping[str, Placement],
+        *,
+        pages: Mapping[str, PageTable] | None = None,
+        zero_until: int = 0,
+        destination: int = 0,
+        native: Native | None = None,
+    ) -> None:
+        """Convert rows into the decode engine's caches as they land, on the consumer's own thread. Returns at once.
+
+        From now until `wait` has returned the arrival, or has raised anything but TimeoutError, the caches and pages
+        are the library's. What is in them is no state of any request before the arrival's `convert_into` was called
+        with the same arguments, which converts what is left; after HandoffFailed it never will be. Rows that a producer
+        sends anew are converted anew, and a payload digest is taken of what the conversion has read.
+
+        Args:
+            caches: as for `Arrival.convert_into`, and so are the others.
+            pages: see there.
+            zero_until: see there.
+            destination: see there.
+            native: see there.
+
+        Raises:
+            LocalError: it was called before, the arrival was taken, or nothing that converts is installed.
+        """
+        engine = native or self._consumer.native
+        with self._lock:
+            if self._early or self._used is not None:
+                raise LocalError(ErrorCode.MISUSE, "rows are converted early into one place, before they are taken")
+            self._early = True
+        self._consumer.convert_early(self, Target(caches, pages, zero_until, destination), engine)
 
     def cancel(self, reason: str = "cancelled by the decode side") -> None:
         """End it. Idempotent, never blocks; an arrival that nobody took is released."""

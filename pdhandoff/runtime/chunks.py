@@ -1,19 +1,18 @@
-"""A chunk of one handoff on its way: source pages -> ring -> landing extents, or straight from the pages."""
+"""A chunk of one handoff on its way out, and what it is cut into."""
 
 from __future__ import annotations
 
 import enum
 import threading
 from collections.abc import Mapping
-from typing import Any, Final, Protocol, final
+from itertools import pairwise
+from typing import Protocol, final
 
-from pdhandoff.layouts.descriptor import Component
-from pdhandoff.planner import CopyPlan, PageTable, Placement, entry_component, pair_components, plan_pair
-from pdhandoff.protocol.manifest import PIECE_ALIGNMENT, Entry, Manifest
-from pdhandoff.protocol.spans import Span
+from pdhandoff.native.base import Gathered
+from pdhandoff.planner import PageTable
 from pdhandoff.runtime.ring import Stretch
 
-__all__ = ["Chunk", "ChunkState", "Event", "Routes", "chunk_spans"]
+__all__ = ["Chunk", "ChunkState", "Event"]
 
 
 class Event(Protocol):
@@ -29,7 +28,7 @@ class ChunkState(enum.Enum):
 
     WAITING = "waiting"  # for its event, for room in the ring, or for a grant
     GATHERING = "gathering"
-    STAGED = "staged"  # in the ring; waits for a grant
+    STAGED = "staged"  # in the ring, or left in its pages; waits for a grant
     DIGESTING = "digesting"
     WRITING = "writing"
     LANDED = "landed"
@@ -38,7 +37,14 @@ class ChunkState(enum.Enum):
 
 @final
 class Chunk:
-    """Rows `tokens` of every entry, as the engine pushed them."""
+    """Rows `tokens` of every entry, as the engine pushed them.
+
+    Attributes:
+        tokens: positions in the prompt.
+        staged: its gather was launched on the engine's stream by `Outgoing.stage`: work that comes later on that
+            stream may overwrite the pages.
+        source_free: set when the source pages are not read any more.
+    """
 
     def __init__(self, tokens: range, tables: Mapping[str, PageTable], after: Event | None, epoch: int) -> None:
         self.tokens = tokens
@@ -47,10 +53,21 @@ class Chunk:
         self.after = after
         self.epoch = epoch
         "how often the handoff had restarted when it was pushed"
+        self.staged = False
+        self.source_free = threading.Event()
+        # everything below belongs to the producer's loop, once the chunk is there
         self.state = ChunkState.WAITING
         self.stretch: Stretch | None = None
-        self.source_free = threading.Event()
-        "set when the source pages are not read any more"
+        self.gathered: Gathered | None = None
+        "how its gather stands"
+        self.digest: int | None = None
+        "of all its rows, once they have been gathered, if the handoff has one"
+        self.padded = False
+        "what follows its last row in the ring's last page is zeros, and nobody's"
+        self.whole: Chunk | None = None
+        "what it was cut from"
+        self.parts: list[Chunk] = []
+        "what it was cut into"
 
     @property
     def over(self) -> bool:
@@ -62,115 +79,34 @@ class Chunk:
         """Whether it is over, and its pages are not read any more."""
         return self.over and self.source_free.is_set()
 
+    def free_source(self) -> None:
+        """Its pages are not read any more. A chunk that was cut is free when all its parts are."""
+        self.source_free.set()
+        whole = self.whole
+        if whole is not None and all(part.source_free.is_set() for part in whole.parts):
+            whole.source_free.set()
 
-@final
-class Routes:
-    """Plans the ways of one shard's chunks. Pure arithmetic over the manifest, made once per link and layout."""
+    def cut(self, first: int, most: int, page_tokens: int) -> list[Chunk]:
+        """This chunk, or parts of it that end where pages do, each with a way of its own.
 
-    def __init__(
-        self, components: Mapping[str, Component], source_at: Mapping[str, Placement], entries: tuple[Entry, ...]
-    ) -> None:
-        self.entries = entries
-        self._source = components
-        self._source_at = source_at
-        self._landing: Final = [entry_component(components[entry.component], entry) for entry in entries]
-        self._gathers: Final = [
-            pair_components(components[entry.component], landing)
-            for entry, landing in zip(entries, self._landing, strict=True)
-        ]
-        "source pages -> landing form: into the ring, or straight into landing extents"
-        self._moves: Final = [pair_components(landing, landing) for landing in self._landing]
-        "ring -> landing extents"
-
-    def ring_bytes(self, tokens: range) -> int:
-        """Bytes that a chunk takes in the ring."""
-        manifest = self._part(tokens)
-        return sum(
-            _round_up(piece.nbytes) for destination in manifest.destinations for piece in manifest.pieces(destination)
-        )
-
-    def gather(self, chunk: Chunk, address: int) -> CopyPlan:
-        """Source pages -> ring."""
-        placements = self._ring(chunk.tokens, address)
-        plans = [
-            plan_pair(
-                self._gathers[index],
-                source_at=self._source_at[entry.component],
-                source_pages=chunk.tables[entry.component],
-                destination_at=placements[index],
-                destination_pages=PageTable.packed(chunk.tokens, entry.page_tokens),
-                tokens=chunk.tokens,
-            )
-            for index, entry in enumerate(self.entries)
-        ]
-        return CopyPlan.join(plans)
-
-    def write(
-        self, chunk: Chunk, tokens: range, manifest: Manifest, landing: Mapping[int, Placement], destination: int
-    ) -> CopyPlan:
-        """Ring, or source pages of a chunk that was not staged -> one consumer rank's extents, rows `tokens` only."""
-        plans: list[CopyPlan] = []
-        ring = None if chunk.stretch is None else self._ring(chunk.tokens, chunk.stretch.address)
-        for index, entry in enumerate(self.entries):
-            if entry.destination != destination:
-                continue
-            staged = ring is not None
-            plans.append(
-                plan_pair(
-                    self._moves[index] if staged else self._gathers[index],
-                    source_at=ring[index] if ring is not None else self._source_at[entry.component],
-                    source_pages=(
-                        PageTable.packed(chunk.tokens, entry.page_tokens) if staged else chunk.tables[entry.component]
-                    ),
-                    destination_at=landing[index],
-                    destination_pages=PageTable.packed(
-                        range(manifest.start_token, manifest.prompt_tokens), entry.page_tokens
-                    ),
-                    tokens=tokens,
-                    layers=entry.layers,
-                )
-            )
-        return CopyPlan.join(plans)
-
-    def digest(self, native: Any, chunk: Chunk, tokens: range) -> int:
-        """Sum of the digests of rows `tokens`, from the ring or the source pages."""
-        total = 0
-        ring = None if chunk.stretch is None else self._ring(chunk.tokens, chunk.stretch.address)
-        for index, entry in enumerate(self.entries):
-            if ring is not None:
-                bases, component = ring[index].bases, self._landing[index]
-                pages = PageTable.packed(chunk.tokens, entry.page_tokens)
-            else:
-                component = self._source[entry.component]
-                at = self._source_at[entry.component]
-                chosen = [component.layers.index(layer) for layer in entry.layers]
-                bases = {region: [addresses[i] for i in chosen] for region, addresses in at.bases.items()}
-                pages = chunk.tables[entry.component]
-            heads = range(entry.head_start, entry.head_start + entry.heads)
-            total += native.digest(component, layers=entry.layers, bases=bases, pages=pages, tokens=tokens, heads=heads)
-        return int(total % (1 << 64))
-
-    def _ring(self, tokens: range, address: int) -> list[Placement]:
-        manifest = self._part(tokens)
-        placements: list[Placement] = []
-        for entry in self.entries:
-            pages = manifest.pages(entry)
-            step = _round_up(pages * entry.page_bytes)
-            bases = [address + index * step for index in range(len(entry.layers))]
-            placements.append(Placement(pages, {"": bases}))
-            address += step * len(entry.layers)
-        return placements
-
-    def _part(self, tokens: range) -> Manifest:
-        return Manifest(prompt_tokens=tokens.stop, start_token=tokens.start, shard=0, shards=1, entries=self.entries)
-
-
-def chunk_spans(entries: tuple[Entry, ...], tokens: range) -> list[Span]:
-    """What has landed when a chunk has: every layer of every entry."""
-    if not tokens:
-        return []
-    return [Span(index, 0, len(entry.layers), tokens.start, tokens.stop) for index, entry in enumerate(entries)]
-
-
-def _round_up(nbytes: int) -> int:
-    return -(-nbytes // PIECE_ALIGNMENT) * PIECE_ALIGNMENT
+        Args:
+            first: tokens of the first part, about; each that follows has twice as many as the one before it.
+            most: tokens of any part.
+            page_tokens: tokens of a page, which every part has at least.
+        """
+        start, stop = self.tokens.start, self.tokens.stop
+        cuts = [start]
+        pages, most_pages = max(1, first // page_tokens), max(1, most // page_tokens)
+        at = start // page_tokens
+        while (at + pages) * page_tokens < stop:
+            at += pages
+            cuts.append(at * page_tokens)
+            pages = min(2 * pages, most_pages)
+        if len(cuts) == 1:
+            return [self]
+        cuts.append(stop)
+        parts = [Chunk(range(a, b), self.tables, self.after, self.epoch) for a, b in pairwise(cuts)]
+        for part in parts:
+            part.whole = self
+        self.parts = parts
+        return parts

@@ -7,15 +7,16 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Final, Self, final
 
-from pdhandoff.engines.base import Extent, Memory, MemoryKind, Mover
+from pdhandoff.engines.base import Memory, MemoryKind, Mover
 from pdhandoff.engines.registry import create
 from pdhandoff.errors import ErrorCode, LocalError, PdHandoffError
 from pdhandoff.ids import HandoffId, Incarnation
 from pdhandoff.layouts import Layout, Policy, layout_digest
 from pdhandoff.limits import DEFAULT_LIMITS, Limits
-from pdhandoff.native import Native, load
+from pdhandoff.native import Native
 from pdhandoff.observe.steps import HANDOFF, Step
 from pdhandoff.planner import admit_length
 from pdhandoff.protocol.attachments import Expected
@@ -31,24 +32,29 @@ from pdhandoff.protocol.effects import (
     GrantShard,
     Landed,
     ProveEnded,
+    RowsVoid,
     Send,
     Verify,
 )
 from pdhandoff.protocol.link import LinkClosed, LinkOpened
 from pdhandoff.protocol.manifest import Manifest
-from pdhandoff.protocol.messages import Grant, GrantedRank, Message, Offer, Welcome
+from pdhandoff.protocol.messages import Message, Offer, Welcome
 from pdhandoff.runtime.address import Address, parse_address
 from pdhandoff.runtime.address import listen as open_listener
 from pdhandoff.runtime.arrival import Arrival, Ticket
 from pdhandoff.runtime.connections import Connections, Guard, Identity
+from pdhandoff.runtime.early import Early
+from pdhandoff.runtime.granting import describe_grant
+from pdhandoff.runtime.landed import Target
 from pdhandoff.runtime.loop import Loop
 from pdhandoff.runtime.meeting import Covers, ProducerLink, encode_layouts, meet_producer
+from pdhandoff.runtime.natives import native_for
 from pdhandoff.runtime.numbers import whole_number
 from pdhandoff.runtime.observer import Observer
 from pdhandoff.runtime.proofs import Proofs
 from pdhandoff.runtime.registering import register_whole
 from pdhandoff.runtime.tls import TlsConfig
-from pdhandoff.runtime.verify import shard_digest
+from pdhandoff.runtime.verify import Verifier
 from pdhandoff.runtime.worker import Worker
 
 __all__ = ["Consumer"]
@@ -106,6 +112,7 @@ class Consumer:
         self._clock = clock
         self._recorder = recorder
         self._native: Native | None = None
+        self._memory = memory
         guard = Guard.of(secret, tls, allow)
         self._owns_mover = isinstance(mover, str)
         with ExitStack() as undo:  # of what a failure further down would leave behind
@@ -156,6 +163,16 @@ class Consumer:
         self._loop = Loop(f"pdhandoff-{name}", self, clock=clock)
         self._worker = Worker(f"pdhandoff-{name}-bytes", self._loop)
         self._janitor = Worker(f"pdhandoff-{name}-proofs", self._loop)
+        self._early = Early(core=self._core, worker=self._worker, links=self._layouts_of, clock=clock, act=self._act)
+        self._verifier = Verifier(
+            core=self._core,
+            worker=self._worker,
+            native=lambda: self.native,
+            links=self._layouts_of,
+            early=self._early,
+            clock=clock,
+            act=self._act,
+        )
         self._proofs = Proofs(
             core=self._core,
             mover=self._mover,
@@ -192,7 +209,7 @@ class Consumer:
     def native(self) -> Native:
         """What converts and digests. Raises LocalError when nothing that does is installed."""
         if self._native is None:
-            self._native = load()
+            self._native = native_for(self._memory)
         return self._native
 
     @property
@@ -209,30 +226,34 @@ class Consumer:
             start_token: rows before it are held here already and need not move.
         """
         ticket, start = Ticket(self, handoff), whole_number("start_token", start_token)
-        if not self._post(lambda: self._announce(ticket, deadline_s, start)):
+        if not self._loop.post(lambda: self._announce(ticket, deadline_s, start)):
             ticket.fail(ErrorCode.DRAINING, "this consumer is closed: announce to another one")
         return ticket
 
     def want(self, ticket: Ticket) -> None:
         """Somebody waits for this ticket: claim it once it is ready."""
         if not ticket.outcome.done():
-            self._post(lambda: self._want(ticket))
+            self._loop.post(lambda: self._want(ticket))
+
+    def convert_early(self, ticket: Ticket, target: Target, native: Native) -> None:
+        """See `Ticket.convert_early`."""
+        self._loop.post(lambda: self._convert_early(ticket, target, native))
 
     def cancel(self, ticket: Ticket, reason: str) -> None:
         """See `Ticket.cancel`."""
-        self._post(lambda: self._cancel(ticket, reason))
+        self._loop.post(lambda: self._cancel(ticket, reason))
 
     def release(self, handoff: HandoffId) -> None:
         """A reader is done. Never blocks."""
-        self._post(lambda: self._release(handoff))
+        self._loop.post(lambda: self._release(handoff))
 
-    def statistics(self) -> ConsumerStatistics:
-        """How it stands."""
-        return self._loop.call(self._core.statistics)
+    def statistics(self, timeout_s: float = 30.0) -> ConsumerStatistics:
+        """How it stands. Raises TimeoutError when the consumer's thread does not answer in time."""
+        return self._loop.call(self._core.statistics, timeout_s)
 
     def drain(self) -> None:
         """Take no new handoffs; those under way go on."""
-        self._post(self._core.drain)
+        self._loop.post(self._core.drain)
 
     def close(self, drain_s: float = 1.0) -> None:
         """End what is under way and release everything. Idempotent.
@@ -243,10 +264,10 @@ class Consumer:
             if self._closed:
                 return
             self._closed = True
-        if self._post(self._cancel_all):
+        if self._loop.post(self._cancel_all):
             self._quiet.wait(max(0.0, drain_s))
         self._proofs.close()
-        self._loop.post(lambda: self._connections.close_all("the consumer is closing"))
+        self._loop.post(self._say_goodbye)
         self._worker.stop()
         self._janitor.stop()
         self._loop.stop()
@@ -277,9 +298,18 @@ class Consumer:
         self._act()
         self._proofs.forget(self._linked())
 
+    def turned(self) -> None:
+        """The engine's calls were made."""
+        self._act()
+
     @property
     def polling(self) -> bool:
         """The consumer polls nothing: others write."""
+        return False
+
+    @property
+    def hasty(self) -> bool:
+        """See `polling`."""
         return False
 
     def poll(self) -> bool:
@@ -301,19 +331,11 @@ class Consumer:
         """The loop broke: nobody may wait for ever."""
         self._broken = True
         self._quiet.set()
-        for ticket in list(self._tickets.values()):
-            ticket.fail(ErrorCode.INTERNAL, f"fault in the consumer: {error}")
+        for ticket in list(self._tickets.values()):  # behind whatever still writes to their caches
+            fail = partial(ticket.fail, ErrorCode.INTERNAL, f"fault in the consumer: {error}")
+            self._worker.run(fail, lambda _: None)
 
     # ---- inside
-
-    def _post(self, function: Callable[[], object]) -> bool:
-        """Have the loop call a function, then act on what came of it."""
-
-        def both() -> None:
-            function()
-            self._act()
-
-        return self._loop.post(both)
 
     def _admit(self, link: int, offer: Offer) -> None:
         """The last of the checks that an offer has to pass: from here on the shard belongs to its handoff."""
@@ -345,22 +367,32 @@ class Consumer:
         if self._tickets.get(ticket.handoff) is ticket:
             ticket.give(lambda: self._claim(ticket.handoff))
 
+    def _convert_early(self, ticket: Ticket, target: Target, native: Native) -> None:
+        if self._tickets.get(ticket.handoff) is ticket:
+            self._early.begin(ticket.handoff, target, native)
+
     def _claim(self, handoff: HandoffId) -> Arrival | None:
         """Claim a handoff, if it is ready."""
-        if self._core.state(handoff) is not ConsumerState.READY:
+        if self._core.state(handoff) is not ConsumerState.READY or self._early.busy(handoff):
             return None
         claim = self._core.claim(handoff)
+        early = self._early.done(handoff)
+        self._early.forget(handoff)
         links = self._layouts_of[handoff]
         sources = {
             shard: {component.name: component for component in link.layout.components} for shard, link in links.items()
         }
-        return Arrival(self, claim, sources, {shard: link.bridges for shard, link in links.items()})
+        return Arrival(self, claim, sources, {shard: link.bridges for shard, link in links.items()}, early)
 
     def _cancel(self, ticket: Ticket, reason: str) -> None:
         if self._tickets.get(ticket.handoff) is not ticket:
             ticket.fail(ErrorCode.CANCELLED, reason)
         elif not self._core.cancel(ticket.handoff, reason, self._clock()):
             ticket.take_back(reason)
+
+    def _say_goodbye(self) -> None:
+        self._act()
+        self._connections.close_all("the consumer is closing")
 
     def _cancel_all(self) -> None:
         """End everything, what nobody announced too; arrivals that nobody took are given back."""
@@ -380,6 +412,7 @@ class Consumer:
     def _forget(self, handoff: HandoffId) -> None:
         self._tickets.pop(handoff, None)
         self._layouts_of.pop(handoff, None)
+        self._early.forget(handoff)
 
     def _act(self) -> None:
         """Do what the machine asks, in order, and hand bytes to the sockets, until neither brings anything new.
@@ -408,7 +441,7 @@ class Consumer:
         elif isinstance(effect, GrantShard):
             self._grant(effect)
         elif isinstance(effect, Verify):
-            self._verify(effect)
+            self._verifier.verify(effect)
         elif isinstance(effect, Arrived):
             self._arrived(effect)
         elif isinstance(effect, Ended):
@@ -417,10 +450,17 @@ class Consumer:
             self._proofs.prove(effect.incarnation)
         elif isinstance(effect, FenceWriter):
             self._proofs.fence(effect)
-        elif isinstance(effect, Landed):
-            self._instant(Step.LANDED, effect.handoff)
+        elif isinstance(effect, Landed | RowsVoid):
+            self._moved(effect)
         elif isinstance(effect, Freed):
             self._proofs.forget(self._linked())
+
+    def _moved(self, effect: Landed | RowsVoid) -> None:
+        if isinstance(effect, RowsVoid):
+            self._early.void(effect.handoff, effect.shard)
+        else:
+            self._instant(Step.LANDED, effect.handoff)
+            self._early.landed(effect.handoff)
 
     def _send(self, link: int, message: Message) -> None:
         """Send a short message. A peer that does not take even that cannot be worked with."""
@@ -431,65 +471,24 @@ class Consumer:
 
     def _grant(self, effect: GrantShard) -> None:
         try:
-            ranks = tuple(
-                GrantedRank(
-                    destination,
-                    tuple((extent.address, extent.length) for extent in extents),
-                    self._mover.describe([Extent(*extent) for extent in extents]),
-                )
-                for destination, extents in effect.extents.items()
-            )
-            grant = Grant(
-                handoff=effect.handoff,
-                generation=effect.generation,
-                shard=effect.shard,
-                lease_ms=effect.lease_ms,
-                start_token=effect.start_token,
-                ranks=ranks,
-            )
-            self._connections.send(effect.link, grant, self._clock())
+            self._connections.send(effect.link, describe_grant(self._mover, effect), self._clock())
         except PdHandoffError as error:
             self._core.grant_failed(effect.handoff, effect.generation, error.reason, self._clock())
 
-    def _verify(self, effect: Verify) -> None:
-        """Compare payload digests, on the worker: the bytes are many. The core holds the memory until the answer."""
-        handoff, generation = effect.handoff, effect.generation
-        record = self._core.book.records.get(generation)
-        if not effect.digests or record is None:
-            self._core.verified(handoff, generation, self._clock())
-            return
-        manifests = self._core.manifests(handoff)
-        extents = dict(record.extents)
-        links = dict(self._layouts_of.get(handoff, {}))
-
-        def compute() -> dict[int, bytes]:
-            return {
-                shard: shard_digest(self.native, links[shard].layout, manifests[shard], shard, extents)
-                for shard in effect.digests
-            }
-
-        self._worker.run(compute, lambda result: self._verified(effect, result))
-
-    def _verified(self, effect: Verify, result: dict[int, bytes] | PdHandoffError) -> None:
-        now = self._clock()
-        handoff, generation = effect.handoff, effect.generation
-        if isinstance(result, PdHandoffError):
-            self._core.verification_failed(handoff, generation, 0, f"could not be checked: {result.reason}", now)
-        elif result == effect.digests:
-            self._core.verified(handoff, generation, now)
-        else:
-            shard = next(shard for shard, digest in effect.digests.items() if result[shard] != digest)
-            reason = f"what landed of shard {shard} is not what was sent: no token is decoded from it"
-            self._core.verification_failed(handoff, generation, shard, reason, now)
-        self._act()
-
     def _arrived(self, effect: Arrived) -> None:
         self._instant(Step.READY, effect.handoff)
-        ticket = self._tickets.get(effect.handoff)
+        self._early.when_idle(effect.handoff, lambda: self._give(effect.handoff))
+
+    def _give(self, handoff: HandoffId) -> None:
+        ticket = self._tickets.get(handoff)
         if ticket is not None:
-            ticket.give(lambda: self._claim(effect.handoff))
+            ticket.give(lambda: self._claim(handoff))
 
     def _ended(self, effect: Ended) -> None:
+        """Its caches are the engine's again when it hears of this: no row may be on its way into them."""
+        self._early.when_idle(effect.handoff, lambda: self._tell_end(effect))
+
+    def _tell_end(self, effect: Ended) -> None:
         ticket = self._tickets.get(effect.handoff)
         self._forget(effect.handoff)
         if ticket is not None:

@@ -22,7 +22,7 @@ T = TypeVar("T")
 _LOG: Final = logging.getLogger("pdhandoff.runtime")
 
 _SPIN_S: Final = 0.0005
-"after progress of a mover, poll without sleeping for this long"
+"after a small write was begun or has ended, poll without sleeping for this long"
 _REST_S: Final = 0.001
 "then between polls"
 
@@ -36,12 +36,19 @@ class Timed(Protocol):
     def tick(self, now: float) -> None:
         """Let time pass."""
 
+    def turned(self) -> None:
+        """Posted calls were made: act on what came of all of them."""
+
     def poll(self) -> bool:
         """Look at transfers in flight. True: there was progress. Called only while `polling`."""
 
     @property
     def polling(self) -> bool:
         """Whether anything is in flight that only polling finds out about."""
+
+    @property
+    def hasty(self) -> bool:
+        """Whether all of that will end within microseconds, so that it pays to look again at once after progress."""
 
     def failed(self, error: BaseException) -> None:
         """The loop broke on a fault of the library; end everything."""
@@ -65,6 +72,8 @@ class Loop:
         self._stopping = False
         self._ended = threading.Event()
         self._spin_until = 0.0
+        self._polled = False
+        "in the turn before"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -168,10 +177,17 @@ class Loop:
             else:
                 key.data(events)
         self._asleep = False
-        for _ in range(len(self._posted)):
+        posted = len(self._posted)
+        for _ in range(posted):
             self._posted.popleft()()
-        if self._owner.polling and self._owner.poll():
-            self._spin_until = self.clock() + _SPIN_S
+        if posted:
+            self._owner.turned()
+        if self._owner.polling:
+            begun, self._polled = not self._polled, True
+            if (self._owner.poll() or begun) and self._owner.hasty:
+                self._spin_until = self.clock() + _SPIN_S
+        else:
+            self._polled = False
         now = self.clock()
         if deadline is not None and deadline <= now:
             self._owner.tick(now)

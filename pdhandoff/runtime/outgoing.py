@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Final, final
@@ -19,6 +20,7 @@ from pdhandoff.runtime.tables import BlockTable
 
 if TYPE_CHECKING:
     from pdhandoff.runtime.producer import Producer
+    from pdhandoff.runtime.routes import Routes
 
 __all__ = ["STANDARD_VALUES", "Outgoing", "check_specs"]
 
@@ -79,6 +81,13 @@ class Outgoing:
         self.epoch = 0
         self.commit_with: tuple[Attachment, ...] | None = None
         self.digest_sum = 0
+        self.quiet = False
+        "no write of it reads anything any more, and none will"
+        self.handed: deque[Chunk] = deque()
+        "chunks that the engine has handed over and the loop has not seen: a device may copy them already"
+        # these two are set by the loop and read by the engine's thread
+        self.granted = False
+        self.routes: Routes | None = None
 
     def push(self, block_table: BlockTable, *, tokens: range, after: Event | None = None) -> Chunk:
         """Hand over rows `tokens` of every component.
@@ -95,6 +104,37 @@ class Outgoing:
         Raises:
             LocalError: tokens lie outside the prompt, or the table is too short for them.
         """
+        chunk = self._chunk(block_table, tokens, after)
+        self.handed.append(chunk)
+        self._producer.push(self, chunk)
+        return chunk
+
+    def stage(self, block_table: BlockTable, *, tokens: range, stream: int = 0, after: Event | None = None) -> Chunk:
+        """Copy rows `tokens` of every component into the ring now, from the engine's own thread, if there is room.
+
+        It never waits. In GPU memory it launches one gather on `stream`; in CPU memory it copies before it returns.
+        Where that is not possible at once (no room in the ring, or the consumer has not answered yet), it is `push`.
+
+        Args:
+            block_table: as for `push`.
+            tokens: as for `push`.
+            stream: GPU memory: the CUDA stream (its handle) on which the rows were computed.
+            after: only asked for a chunk that could not be staged: its rows may be read once it has happened. In GPU
+                memory an event that was recorded on `stream`; leaving it out means that the rows are there now.
+
+        Returns:
+            The chunk. `staged` is True: work that is launched on `stream` from now on may overwrite its pages.
+            False: they are held until its `source_free` is set.
+
+        Raises:
+            LocalError: as `push`.
+        """
+        chunk = self._chunk(block_table, tokens, after)
+        self.handed.append(chunk)
+        self._producer.stage(self, chunk, stream)
+        return chunk
+
+    def _chunk(self, block_table: BlockTable, tokens: range, after: Event | None) -> Chunk:
         if tokens.step != 1 or not 0 <= tokens.start <= tokens.stop <= self.prompt_tokens:
             raise LocalError(
                 ErrorCode.OUT_OF_RANGE, f"tokens {tokens} lie outside the prompt of {self.prompt_tokens} tokens"
@@ -103,9 +143,7 @@ class Outgoing:
             raise LocalError(
                 ErrorCode.MISUSE, f"after must have a query() that says whether it has happened, not {after!r}"
             )
-        chunk = Chunk(tokens, self._producer.page_tables(block_table, tokens), after, self.epoch)
-        self._producer.push(self, chunk)
-        return chunk
+        return Chunk(tokens, self._producer.page_tables(block_table, tokens), after, self.epoch)
 
     def commit(
         self,
@@ -137,10 +175,21 @@ class Outgoing:
 
     # ---- called by the producer
 
+    def free_chunk(self, chunk: Chunk) -> None:
+        """Nobody reads this chunk's pages any more."""
+        chunk.free_source()
+        self.settle_source()
+
+    def settle_source(self) -> None:
+        """Say that all pages are free, if that is so: the mover is quiet, and no copy of a chunk is under way."""
+        chunks = (*self.handed, *self.chunks)
+        if self.quiet and all(chunk.source_free.is_set() for chunk in chunks):
+            self.source_free.set()
+
     def free_source(self) -> None:
         """Nobody reads source pages any more."""
-        for chunk in self.chunks:
-            chunk.source_free.set()
+        for chunk in (*self.handed, *self.chunks):
+            chunk.free_source()
         self.source_free.set()
 
     def succeed(self) -> None:

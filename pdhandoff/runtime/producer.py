@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Final, Self, final
 
-from pdhandoff.engines.base import Memory, Mover, Region
+from pdhandoff.engines.base import Memory, MemoryKind, Mover, Region
 from pdhandoff.engines.registry import create
 from pdhandoff.errors import ErrorCode, LocalError, PdHandoffError
 from pdhandoff.ids import HandoffId, Incarnation
 from pdhandoff.layouts import Layout, Policy, encode_layout, layout_digest
 from pdhandoff.limits import DEFAULT_LIMITS, Limits
-from pdhandoff.native import Native, load
+from pdhandoff.native import Native
 from pdhandoff.planner import PageTable, Placement, Shard
 from pdhandoff.protocol.effects import Granted, ProducerEffect, Restarted, Send, SourceFree
 from pdhandoff.protocol.link import LinkClosed, LinkOpened
@@ -23,11 +23,13 @@ from pdhandoff.protocol.messages import Attachment, AttachmentSpec, Commit, Mess
 from pdhandoff.protocol.producer import ProducerCore, ProducerStatistics
 from pdhandoff.runtime.address import Address, parse_address
 from pdhandoff.runtime.allow import Destinations
-from pdhandoff.runtime.chunks import Chunk
+from pdhandoff.runtime.chunks import Chunk, ChunkState
 from pdhandoff.runtime.connections import Connections, Guard, Identity
 from pdhandoff.runtime.dialler import Dialler
+from pdhandoff.runtime.gathering import Gatherer
 from pdhandoff.runtime.loop import Loop
 from pdhandoff.runtime.meeting import ConsumerLink, meet_consumer
+from pdhandoff.runtime.natives import native_for, plain_native_for
 from pdhandoff.runtime.numbers import whole_number
 from pdhandoff.runtime.observer import Observer
 from pdhandoff.runtime.outgoing import STANDARD_VALUES, Outgoing, check_specs
@@ -61,6 +63,9 @@ class Producer:
             (tensor parallelism over replicated state). `Shard(0, 1)` for a pipeline stage, or for sharded heads.
         policy: what it accepts of layouts that differ.
         staging_bytes: size of the ring.
+        ring_kind: where the ring is: with the caches, or rows would have to cross to it.
+        ring_device: CUDA device ordinal; 0 for CPU memory.
+        native: what copies and sums up. Default: what there is for the ring's memory.
         staging: whether rows pass through the ring.
         digest: compute a payload digest of every handoff.
         secret: shared with the consumers; None: no authentication by secret.
@@ -79,6 +84,9 @@ class Producer:
         replicas: Shard | None = None,
         policy: Policy | None = None,
         staging_bytes: int = 256 << 20,
+        ring_kind: MemoryKind = MemoryKind.CPU,
+        ring_device: int = 0,
+        native: Native | None = None,
         staging: Staging = Staging.STAGED,
         digest: bool = False,
         secret: bytes | None = None,
@@ -100,7 +108,8 @@ class Producer:
         self._recorder = recorder
         self._placements = placements
         self._components = {component.name: component for component in layout.components}
-        self._native: Native | None = load() if digest else None
+        if native is None:
+            native = native_for(ring_kind) if digest else plain_native_for(ring_kind)
         self._destinations = None if allow is None else Destinations(allow)
         guard = Guard.of(secret, tls)
         self._owns_mover = isinstance(mover, str)
@@ -119,17 +128,19 @@ class Producer:
         self._regions: list[Region] = []
         with ExitStack() as undo:
             undo.callback(self._give_back)
-            ring = self._mover.allocate(staging_bytes)
+            ring = self._mover.allocate(staging_bytes, ring_kind, ring_device)
             for piece in (ring, *memory):
                 self._regions.append(register_whole(self._mover, piece))
-            self._prepare(ring, placements, staging, guard, name)
+            self._ring = ring
+            "an engine's thread may still copy into it while this producer closes"
+            self._gatherer = Gatherer(Ring(ring.address, ring.length), native, digest=digest, kind=ring_kind)
+            self._prepare(placements, staging, guard, name)
             undo.pop_all()
         for thread in (self._loop, self._worker, self._resolver):
             thread.start()
 
     def _prepare(
         self,
-        ring: Memory,
         placements: Mapping[str, Placement],
         staging: Staging,
         guard: Guard,
@@ -140,8 +151,8 @@ class Producer:
             core=self._core,
             mover=self._mover,
             worker=self._worker,
-            native=self._native,
-            ring=Ring(ring.address, ring.length),
+            gatherer=self._gatherer,
+            digest=self.digest,
             components=self._components,
             placements=placements,
             staging=staging,
@@ -218,27 +229,34 @@ class Producer:
         outgoing = Outgoing(self, handoff, whole_number("prompt_tokens", prompt_tokens), digest=self.digest)
         outgoing.attachments, outgoing.declares = tuple(attachments), tuple(declares)
         outgoing.queue_ms, outgoing.traceparent = int(queue_s * 1000), traceparent
-        if not self._do_later(lambda: self._offer(address, outgoing)):
+        if not self._loop.post(lambda: self._offer(address, outgoing)):
             self._refuse(outgoing, ErrorCode.MISUSE, "this producer is closed")
         return outgoing
 
     def push(self, outgoing: Outgoing, chunk: Chunk) -> None:
         """See `Outgoing.push`."""
-        if not self._do_later(lambda: self._sender.push(outgoing, chunk)):
-            chunk.source_free.set()
+        if not self._loop.post(lambda: self._sender.push(outgoing, chunk)) and chunk.state is not ChunkState.GATHERING:
+            chunk.free_source()
+
+    def stage(self, outgoing: Outgoing, chunk: Chunk, stream: int) -> None:
+        """See `Outgoing.stage`."""
+        if not self._closed:
+            self._sender.stage(outgoing, chunk, stream)
+        self.push(outgoing, chunk)
 
     def commit(self, outgoing: Outgoing, values: tuple[Attachment, ...]) -> None:
         """See `Outgoing.commit`."""
-        self._do_later(lambda: self._sender.commit(outgoing, values))
+        epoch = outgoing.epoch
+        self._loop.post(lambda: self._sender.commit(outgoing, values, epoch))
 
     def restart(self, outgoing: Outgoing) -> None:
         """See `Outgoing.restart`."""
         outgoing.epoch += 1
-        self._do_later(lambda: self._sender.restart(outgoing))
+        self._loop.post(lambda: self._sender.restart(outgoing))
 
     def cancel(self, outgoing: Outgoing, reason: str) -> None:
         """See `Outgoing.cancel`."""
-        self._do_later(lambda: self._cancel(outgoing, reason))
+        self._loop.post(lambda: self._cancel(outgoing, reason))
 
     def page_tables(self, block_table: BlockTable, tokens: range) -> dict[str, PageTable]:
         """One page table per component, copied, checked to reach the tokens. Raises LocalError."""
@@ -258,12 +276,12 @@ class Producer:
             if self._closed:
                 return
             self._closed = True
-        self._do_later(self._cancel_all)
+        self._loop.post(self._cancel_all)
         deadline = self._clock() + drain_s
         for outgoing in list(self._outgoing.values()):
             if not self._loop.ended:
                 outgoing.source_free.wait(max(0.0, deadline - self._clock()))
-        self._loop.post(lambda: self._connections.close_all("the producer is closing"))
+        self._loop.post(self._say_goodbye)
         self._worker.stop()
         self._resolver.stop()
         self._give_back()
@@ -307,10 +325,19 @@ class Producer:
         self._dialler.ended(link, closed, now)
         self._act()
 
+    def turned(self) -> None:
+        """The engine's calls were made."""
+        self._act()
+
     @property
     def polling(self) -> bool:
         """Whether the mover must be asked."""
         return self._sender.polling
+
+    @property
+    def hasty(self) -> bool:
+        """Whether what is in flight will end at once."""
+        return self._sender.hasty
 
     def poll(self) -> bool:
         """Ask the mover."""
@@ -360,6 +387,7 @@ class Producer:
         link = self._dialler.reach(address, outgoing)
         if link is not None:
             self._open(link, outgoing)
+            self._act()  # at once: the consumer answers while the first chunk is copied
 
     def _open(self, link: int, outgoing: Outgoing) -> None:
         """Offer over an open link."""
@@ -398,19 +426,14 @@ class Producer:
         self._dialler.cancel(outgoing)
         self._lose(outgoing, ErrorCode.CANCELLED, reason)
 
+    def _say_goodbye(self) -> None:
+        self._act()
+        self._connections.close_all("the producer is closing")
+
     def _cancel_all(self) -> None:
         self._dialler.close()
         for outgoing in list(self._outgoing.values()):
             self._cancel(outgoing, "the producer is closing")
-
-    def _do_later(self, function: Callable[[], None]) -> bool:
-        """Have the loop call a function, then act on what came of it."""
-
-        def both() -> None:
-            function()
-            self._act()
-
-        return self._loop.post(both)
 
     def _act(self) -> None:
         """Do what the machine asks, in order, and hand bytes to the sockets, until neither brings anything new.
@@ -457,7 +480,8 @@ class Producer:
         elif isinstance(effect, SourceFree):
             del self._outgoing[effect.handoff]
             self._sender.drop(outgoing)
-            self._free_source(outgoing)
+            outgoing.quiet = True
+            outgoing.settle_source()
         elif effect.code == 0:
             outgoing.succeed()
         else:
@@ -474,10 +498,3 @@ class Producer:
             _LOG.warning(
                 "the mover still reads the pages of %d handoffs: close it before they are reused", len(reading)
             )
-
-    def _free_source(self, outgoing: Outgoing) -> None:
-        """The mover reads nothing any more; a gather or digest on the worker's thread may still."""
-        if all(chunk.source_free.is_set() for chunk in outgoing.chunks):
-            outgoing.source_free.set()
-        else:
-            self._worker.run(lambda: None, lambda _: outgoing.source_free.set())

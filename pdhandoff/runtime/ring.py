@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_left
 from typing import Final, NamedTuple, final
 
@@ -33,7 +34,8 @@ class Ring:
     """One chunk is one stretch, all or nothing.
 
     What has no grant yet is kept in the lower half. The upper half holds only what the consumer has given room to, so
-    it empties whoever waits for whom, and a chunk of at most half the ring always gets its turn.
+    it empties whoever waits for whom, and a chunk of at most half the ring always gets its turn. Any thread may use it:
+    its lock is held for a few list operations.
     """
 
     def __init__(self, address: int, length: int) -> None:
@@ -44,6 +46,7 @@ class Ring:
         self._live: dict[int, _Run] = {}
         self._used = 0
         self._numbers = 0
+        self._lock = threading.Lock()
 
     @property
     def capacity(self) -> int:
@@ -77,21 +80,26 @@ class Ring:
                 f"a chunk of {nbytes} bytes exceeds half of the staging ring, {self._half} bytes: push less at once, "
                 "or stage more",
             )
-        start = self._highest(need) if granted else self._lowest(need)
-        if start is None:
-            return None
-        self._cut(start, start + need)
-        self._numbers += 1
-        self._live[self._numbers] = _Run(start, start + need)
-        self._used += need
-        return Stretch(self._address + start, need, self._numbers)
+        with self._lock:
+            start = self._highest(need) if granted else self._lowest(need)
+            if start is None:
+                return None
+            self._cut(start, start + need)
+            self._numbers += 1
+            self._live[self._numbers] = _Run(start, start + need)
+            self._used += need
+            return Stretch(self._address + start, need, self._numbers)
 
     def free(self, stretch: Stretch) -> None:
         """Give a stretch back. Idempotent."""
-        run = self._live.pop(stretch.number, None)
-        if run is None:
-            return
-        self._used -= run.stop - run.start
+        with self._lock:
+            run = self._live.pop(stretch.number, None)
+            if run is not None:
+                self._used -= run.stop - run.start
+                self._join(run)
+
+    def _join(self, run: _Run) -> None:
+        """Put a run back in order, merged with its neighbours."""
         at = bisect_left(self._free, run)
         start, stop = run
         if at < len(self._free) and self._free[at].start == stop:

@@ -7,27 +7,33 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Final, final
 
-from pdhandoff.engines.base import Mover, Peer, Transfer, TransferState, TransferStatus, Writes
-from pdhandoff.errors import ErrorCode, LocalError, MoverError, PdHandoffError
+from pdhandoff.engines.base import Mover
+from pdhandoff.errors import ErrorCode, LocalError, PdHandoffError
 from pdhandoff.layouts import Component
-from pdhandoff.native import Native
-from pdhandoff.native.memmove import copy_plan
 from pdhandoff.observe.steps import HANDOFF, Step
-from pdhandoff.planner import Placement, landing_placement
+from pdhandoff.planner import Placement, landing_runs
 from pdhandoff.protocol.messages import Attachment, Grant
 from pdhandoff.protocol.producer import ProducerCore
 from pdhandoff.protocol.spans import IntervalSet
-from pdhandoff.runtime.chunks import Chunk, ChunkState, Routes, chunk_spans
+from pdhandoff.runtime.chunks import Chunk, ChunkState
+from pdhandoff.runtime.gathering import Gatherer
 from pdhandoff.runtime.meeting import ConsumerLink
 from pdhandoff.runtime.observer import Observer
 from pdhandoff.runtime.outgoing import Outgoing
-from pdhandoff.runtime.ring import Ring, Stretch
+from pdhandoff.runtime.ring import Stretch
+from pdhandoff.runtime.routes import Routes
+from pdhandoff.runtime.ways import Way
 from pdhandoff.runtime.worker import Worker
+from pdhandoff.runtime.writing import Write, Writer
 
 __all__ = ["Sender", "Staging"]
 
 _INLINE_BYTES: Final = 256 << 10
 "work on fewer bytes than this is done on the loop: a thread switch costs more"
+_PART_BYTES: Final = 32 << 20
+"larger chunks are staged in parts of about so many, so that one is copied while the one before it is written"
+_FIRST_PART_BYTES: Final = 4 << 20
+"of a chunk that finds nothing to be written, and twice as many of each that follows: the mover soon has work"
 _MANY_CHUNKS: Final = 32
 "of one handoff: those that are done are forgotten, so that each step looks at few"
 
@@ -41,53 +47,6 @@ class Staging(enum.Enum):
     AUTO = "auto"  # staged, and direct while the ring is full
 
 
-class _Way:
-    """What the sender knows of one outgoing handoff once its link is open."""
-
-    __slots__ = (
-        "advancing",
-        "again",
-        "generation",
-        "granted",
-        "landing",
-        "outgoing",
-        "peers",
-        "pushed",
-        "routes",
-        "row_bytes",
-        "start",
-    )
-
-    def __init__(self, outgoing: Outgoing, routes: Routes) -> None:
-        self.outgoing = outgoing
-        self.routes = routes
-        self.generation = 0
-        self.granted = False
-        self.advancing = False
-        self.again = False
-        "something has moved on while its chunks were looked at: look again"
-        self.start = 0
-        self.row_bytes = sum(entry.row_bytes * len(entry.layers) for entry in routes.entries)
-        "bytes of one token of this shard"
-        self.peers: dict[int, Peer] = {}
-        self.landing: dict[int, Mapping[int, Placement]] = {}
-        self.pushed = IntervalSet()
-
-
-class _Write:
-    """A chunk's transfers in flight."""
-
-    __slots__ = ("chunk", "failed", "number", "outgoing", "started_ns", "transfers")
-
-    def __init__(self, number: int, outgoing: Outgoing, chunk: Chunk, started_ns: int) -> None:
-        self.number = number
-        self.outgoing = outgoing
-        self.chunk = chunk
-        self.started_ns = started_ns
-        self.transfers: list[Transfer] = []
-        self.failed = False
-
-
 @final
 class Sender:
     """See the module's text."""
@@ -98,8 +57,8 @@ class Sender:
         core: ProducerCore,
         mover: Mover,
         worker: Worker,
-        native: Native | None,
-        ring: Ring,
+        gatherer: Gatherer,
+        digest: bool,
         components: Mapping[str, Component],
         placements: Mapping[str, Placement],
         staging: Staging,
@@ -110,37 +69,73 @@ class Sender:
         self._core = core
         self._mover = mover
         self._worker = worker
-        self._native = native
-        self._ring = ring
+        self._gatherer = gatherer
+        self._ring = gatherer.ring
+        self._native = gatherer.native if digest else None
         self._components = components
         self._placements = placements
         self._staging = staging
         self._recorder = recorder
         self._clock = clock
         self._act = act
-        self._ways: dict[bytes, _Way] = {}
+        self._ways: dict[bytes, Way] = {}
         self._routes: dict[object, Routes] = {}
-        self._writes: list[_Write] = []
+        self._writer = Writer(core=core, mover=mover, clock=clock, over=self._written)
+        self._gathering: list[tuple[Outgoing, Chunk]] = []
+        "chunks that a device copies into the ring, dropped ones too"
         self._unready: set[bytes] = set()
         "handoffs with a chunk whose event has not happened"
         self._parked: dict[bytes, None] = {}
         "handoffs with a chunk that waits for room in the ring, oldest first"
-        self._numbers = 0
         self._ready: deque[bytes] = deque()
         "handoffs that waited for what has become free"
 
     @property
     def polling(self) -> bool:
         """Whether the mover, or a device's events, must be asked."""
-        return bool(self._writes or self._unready)
+        return bool(self._writer.polling or self._unready or self._gathering)
+
+    @property
+    def hasty(self) -> bool:
+        """Whether what is in flight will end within microseconds."""
+        return self._writer.hasty
 
     def reading(self) -> set[bytes]:
-        """Handoffs whose pages, or staged rows, the mover or the worker may still read."""
+        """Handoffs whose pages, or staged rows, the mover, a device or the worker may still read."""
         busy = {ChunkState.GATHERING, ChunkState.DIGESTING}
         working = {
             each for each, way in self._ways.items() if any(chunk.state in busy for chunk in way.outgoing.chunks)
         }
-        return working | {write.outgoing.handoff for write in self._writes}
+        return working | self._writer.reading() | {outgoing.handoff for outgoing, _ in self._gathering}
+
+    # ---- from the engine's thread
+
+    def stage(self, outgoing: Outgoing, chunk: Chunk, stream: int) -> None:
+        """Start the gather of a chunk that the loop has not seen yet, if there is room for it now. Never waits.
+
+        Whoever comes when others wait for room waits behind them. What cannot be gathered here is left as it is: the
+        loop finds out why.
+        """
+        routes = outgoing.routes
+        if self._staging is Staging.DIRECT or routes is None or self._parked or not chunk.tokens:
+            return
+        try:
+            stretch = self._ring.take(routes.ring_bytes(chunk.tokens), granted=outgoing.granted)
+        except LocalError:
+            return  # too large for one stretch
+        if stretch is None:
+            return
+        try:
+            last = chunk.tokens.stop == outgoing.prompt_tokens
+            self._gatherer.gather(routes, chunk, stretch, last=last, stream=stream)
+            copied = self._gatherer.gathered(chunk)
+        except PdHandoffError:
+            self._ring.free(stretch)
+            return
+        chunk.stretch, chunk.staged = stretch, True
+        chunk.state = ChunkState.STAGED if copied else ChunkState.GATHERING
+        if copied:
+            chunk.free_source()
 
     # ---- inputs
 
@@ -150,33 +145,45 @@ class Sender:
         routes = self._routes.get(entries)
         if routes is None:
             routes = self._routes[entries] = Routes(self._components, self._placements, entries)
-        self._ways[outgoing.handoff] = _Way(outgoing, routes)
+        way = self._ways[outgoing.handoff] = Way(outgoing, routes)
         self._instant(Step.OFFER, outgoing)
-        for chunk in outgoing.chunks:
-            self._count(outgoing, chunk)
+        pushed, outgoing.chunks = outgoing.chunks, []
+        for chunk in pushed:
+            if chunk.over:
+                outgoing.chunks.append(chunk)
+            else:
+                self._take_in(way, chunk)
+        outgoing.routes = routes
         self.advance(outgoing)
 
     def push(self, outgoing: Outgoing, chunk: Chunk) -> None:
-        """A chunk from the engine."""
+        """A chunk from the engine, which may have been staged already."""
+        outgoing.handed.remove(chunk)
+        if chunk.state is ChunkState.GATHERING:
+            self._gathering.append((outgoing, chunk))
         if outgoing.settled.done() or chunk.epoch != outgoing.epoch:
-            self._drop_chunk(chunk)
+            outgoing.chunks.append(chunk)
+            self._drop_chunk(outgoing, chunk)
             return
-        outgoing.chunks.append(chunk)
-        if self._way(outgoing) is not None:
-            self._count(outgoing, chunk)
+        way = self._way(outgoing)
+        if way is None:
+            outgoing.chunks.append(chunk)
+        else:
+            self._take_in(way, chunk)
             self.advance(outgoing)
 
-    def commit(self, outgoing: Outgoing, values: tuple[Attachment, ...]) -> None:
-        """The engine has pushed everything."""
-        outgoing.commit_with = values
-        self.advance(outgoing)
+    def commit(self, outgoing: Outgoing, values: tuple[Attachment, ...], epoch: int) -> None:
+        """The engine has pushed everything, unless it has restarted since: then what it meant was dropped."""
+        if epoch == outgoing.epoch:
+            outgoing.commit_with = values
+            self.advance(outgoing)
 
     def restart(self, outgoing: Outgoing) -> None:
         """The engine lost its rows: drop what is not in flight and tell the consumer when nothing is."""
         way = self._way(outgoing)
         for chunk in outgoing.chunks:
             if chunk.state is not ChunkState.WRITING:
-                self._drop_chunk(chunk)
+                self._drop_chunk(outgoing, chunk)
         outgoing.digest_sum = 0
         outgoing.commit_with = None
         if way is not None:
@@ -194,7 +201,7 @@ class Sender:
         try:
             for rank in grant.ranks:
                 way.peers[rank.destination] = self._mover.connect(rank.description)
-                way.landing[rank.destination] = landing_placement(manifest, rank.destination, rank.extents)
+                way.landing[rank.destination] = landing_runs(manifest, rank.destination, rank.extents)
             missing = set(manifest.destinations) - set(way.landing) if manifest.tokens else set()
             if missing:
                 raise LocalError(
@@ -203,7 +210,7 @@ class Sender:
         except PdHandoffError as error:
             self._core.cancel(outgoing.handoff, error.reason, error.code)
             return
-        way.granted = True
+        way.granted = outgoing.granted = True
         self._parked.pop(outgoing.handoff, None)
         self._instant(Step.GRANT, outgoing)
         self.advance(outgoing)
@@ -215,11 +222,12 @@ class Sender:
     def drop(self, outgoing: Outgoing) -> None:
         """The handoff has its outcome: nothing of it is submitted any more."""
         self._ways.pop(outgoing.handoff, None)
+        outgoing.routes = None
         self._unready.discard(outgoing.handoff)
         self._parked.pop(outgoing.handoff, None)
         for chunk in outgoing.chunks:
             if chunk.state is not ChunkState.WRITING:
-                self._drop_chunk(chunk)
+                self._drop_chunk(outgoing, chunk)
 
     def settle(self) -> None:
         """Let those go on that waited for room in the ring."""
@@ -230,10 +238,10 @@ class Sender:
 
     def poll(self) -> bool:
         """Ask the mover about everything in flight, and devices about their events. True: something moved on."""
-        writes, self._writes = self._writes, []
-        still = [write for write in writes if not self._poll_write(write)]
-        self._writes = still + self._writes
-        progress = len(still) < len(writes)
+        progress = self._writer.poll()
+        gathering, self._gathering = self._gathering, []
+        for outgoing, chunk in gathering:
+            progress |= self._poll_gather(outgoing, chunk)
         for handoff in list(self._unready):
             way = self._ways.get(handoff)
             self._unready.discard(handoff)
@@ -270,10 +278,26 @@ class Sender:
         finally:
             way.advancing = False
 
-    def _way(self, outgoing: Outgoing) -> _Way | None:
+    def _way(self, outgoing: Outgoing) -> Way | None:
         """Its way, once its link is open. A second offer with an id that is under way has none."""
         way = self._ways.get(outgoing.handoff)
         return way if way is not None and way.outgoing is outgoing else None
+
+    def _take_in(self, way: Way, chunk: Chunk) -> None:
+        """Count a chunk's rows, and cut it. Rows pushed twice would be counted twice by the digest: refuse them."""
+        start, stop = chunk.tokens.start, chunk.tokens.stop
+        if chunk.tokens and way.pushed.first_gap(start, stop) != (start, stop):
+            reason = f"tokens {chunk.tokens} were pushed before: push each row once"
+            self._core.cancel(way.outgoing.handoff, reason, ErrorCode.MISUSE)
+        way.pushed.add(start, stop)
+        routes = way.routes
+        if chunk.state is not ChunkState.WAITING or self._staging is Staging.DIRECT or not routes.row_bytes:
+            way.outgoing.chunks.append(chunk)
+            return
+        most = min(_PART_BYTES, self._ring.largest) // routes.row_bytes
+        busy = self._writer.polling or any(not each.over for each in way.outgoing.chunks)
+        first = most if busy else _FIRST_PART_BYTES // routes.row_bytes
+        way.outgoing.chunks += chunk.cut(min(first, most), most, routes.page_tokens)
 
     def _say_commit(self, outgoing: Outgoing, values: tuple[Attachment, ...]) -> None:
         digest = (outgoing.digest_sum % (1 << 64)).to_bytes(8, "little") if outgoing.digest else b""
@@ -281,13 +305,13 @@ class Sender:
             outgoing.commit_with = None
             self._instant(Step.COMMIT, outgoing)
 
-    def _advance_chunk(self, way: _Way, chunk: Chunk) -> None:
+    def _advance_chunk(self, way: Way, chunk: Chunk) -> None:
         if chunk.state is ChunkState.WAITING and self._may_start(way, chunk):
             self._start(way, chunk)
         if chunk.state is ChunkState.STAGED and way.granted:
             self._move(way, chunk)
 
-    def _may_start(self, way: _Way, chunk: Chunk) -> bool:
+    def _may_start(self, way: Way, chunk: Chunk) -> bool:
         try:
             ready = chunk.after is None or chunk.after.query()
         except Exception as error:  # the engine's own code: whatever it raises ends this handoff only
@@ -296,32 +320,32 @@ class Sender:
             self._unready.add(way.outgoing.handoff)
         return ready
 
-    def _start(self, way: _Way, chunk: Chunk) -> None:
+    def _start(self, way: Way, chunk: Chunk) -> None:
         """Take the chunk into the ring, or leave it in its pages. Granted handoffs get room in the order they asked."""
         if self._staging is Staging.DIRECT or not chunk.tokens:
             chunk.state = ChunkState.STAGED
             return
-        need = way.routes.ring_bytes(chunk.tokens)
-        behind = way.granted and any(self._ways[other].granted for other in self._parked)
-        stretch = None if behind else self._take(way, need)
+        handoff = way.outgoing.handoff
+        behind = handoff in self._parked or (way.granted and any(self._ways[other].granted for other in self._parked))
+        stretch = None if behind else self._take(way, way.routes.ring_bytes(chunk.tokens))
         if stretch is None:
             if self._staging is Staging.AUTO and way.granted:
                 chunk.state = ChunkState.STAGED
             else:
-                self._parked[way.outgoing.handoff] = None
+                self._parked[handoff] = None
             return
         chunk.stretch = stretch
         chunk.state = ChunkState.GATHERING
-        started = self._nanoseconds()
-        address = stretch.address
+        started = self._clock()
+        last = chunk.tokens.stop == way.outgoing.prompt_tokens
         self._work(
             way,
             chunk,
-            lambda: copy_plan(way.routes.gather(chunk, address)),
-            lambda _: self._gathered(way, chunk, started),
+            lambda: self._gatherer.gather(way.routes, chunk, stretch, last=last),
+            lambda: self._copied(way.outgoing, chunk, started),
         )
 
-    def _take(self, way: _Way, need: int) -> Stretch | None:
+    def _take(self, way: Way, need: int) -> Stretch | None:
         try:
             return self._ring.take(need, granted=way.granted)
         except LocalError:
@@ -329,108 +353,86 @@ class Sender:
                 return None
             raise
 
-    def _gathered(self, way: _Way, chunk: Chunk, started_ns: int) -> None:
-        chunk.source_free.set()
-        self._span(Step.GATHER, way.outgoing, chunk, started_ns)
+    def _copied(self, outgoing: Outgoing, chunk: Chunk, started: float) -> None:
+        """The worker is done with it; a device may not be."""
+        self._span(Step.GATHER, outgoing, chunk, started)
+        self._poll_gather(outgoing, chunk)
+
+    def _poll_gather(self, outgoing: Outgoing, chunk: Chunk) -> bool:
+        """Whether a gather is over. A device that has failed reads nothing any more."""
+        try:
+            if not self._gatherer.gathered(chunk):
+                self._gathering.append((outgoing, chunk))
+                return False
+        except PdHandoffError as error:
+            chunk.state = ChunkState.DROPPED
+            self._core.cancel(outgoing.handoff, error.reason, error.code)
+        self._gathered(outgoing, chunk)
+        return True
+
+    def _gathered(self, outgoing: Outgoing, chunk: Chunk) -> None:
+        outgoing.free_chunk(chunk)
         if chunk.state is ChunkState.GATHERING:
             chunk.state = ChunkState.STAGED
-            self.advance(way.outgoing)
+            self.advance(outgoing)
         else:
             self._free_stretch(chunk)
 
-    def _move(self, way: _Way, chunk: Chunk) -> None:
+    def _move(self, way: Way, chunk: Chunk) -> None:
         """Digest the rows that move, then write them."""
         tokens = range(max(chunk.tokens.start, way.start), chunk.tokens.stop)
         if not tokens or not way.routes.entries:
-            self._landed(chunk)
+            self._landed(way.outgoing, chunk)
             return
         if not self._core.may_write(way.outgoing.handoff, way.generation):
             return
         native = self._native
         if native is None:
-            self._submit(way, chunk, tokens)
+            self._writer.submit(way, chunk, tokens)
+            return
+        if chunk.digest is not None and tokens == chunk.tokens:
+            way.outgoing.digest_sum += chunk.digest
+            self._writer.submit(way, chunk, tokens)
             return
         chunk.state = ChunkState.DIGESTING
-        self._work(
-            way,
-            chunk,
-            lambda: way.routes.digest(native, chunk, tokens),
-            lambda digest: self._digested(way, chunk, tokens, digest),
-        )
 
-    def _digested(self, way: _Way, chunk: Chunk, tokens: range, digest: int) -> None:
+        def digest() -> None:
+            chunk.digest = way.routes.digest(native, chunk, tokens)
+
+        self._work(way, chunk, digest, lambda: self._digested(way, chunk, tokens))
+
+    def _digested(self, way: Way, chunk: Chunk, tokens: range) -> None:
         if chunk.state is not ChunkState.DIGESTING:
             self._free_stretch(chunk)
-            chunk.source_free.set()
+            way.outgoing.free_chunk(chunk)
         elif self._core.may_write(way.outgoing.handoff, way.generation):
-            way.outgoing.digest_sum += digest
-            self._submit(way, chunk, tokens)
+            way.outgoing.digest_sum += chunk.digest or 0
+            self._writer.submit(way, chunk, tokens)
         else:
             chunk.state = ChunkState.STAGED  # restarting: asked again when the consumer has been told
+            chunk.digest = None
 
-    def _submit(self, way: _Way, chunk: Chunk, tokens: range) -> None:
-        manifest = way.outgoing.manifest
-        if manifest is None:
-            return
-        chunk.state = ChunkState.WRITING
-        self._numbers += 1
-        write = _Write(self._numbers, way.outgoing, chunk, self._nanoseconds())
-        most = self._mover.capabilities.max_writes
-        self._core.write_started(way.outgoing.handoff, write.number, len(tokens) * way.row_bytes, self._clock())
-        try:
-            for destination, landing in way.landing.items():
-                plan = way.routes.write(chunk, tokens, manifest, landing, destination)
-                for columns in plan.writes(most):
-                    write.transfers.append(self._mover.submit(way.peers[destination], Writes(*columns)))
-        except PdHandoffError as error:
-            write.failed = True
-            self._core.write_failed(way.outgoing.handoff, write.number, error.reason, quiet=not write.transfers)
-            if not write.transfers:
-                self._landed(chunk)
-                return
-        if not self._poll_write(write):
-            self._writes.append(write)
-
-    def _poll_write(self, write: _Write) -> bool:
-        """Whether the write is over, as the mover says. One that failed stays until it is quiet."""
-        statuses = [self._status(transfer) for transfer in write.transfers]
-        if any(status.state is TransferState.FAILED for status in statuses) and not write.failed:
-            write.failed = True
-            reason = next(status.reason for status in statuses if status.state is TransferState.FAILED)
-            quiet = all(status.state is not TransferState.PENDING and status.quiet for status in statuses)
-            self._core.write_failed(write.outgoing.handoff, write.number, reason, quiet=quiet)
-        if any(status.state is TransferState.PENDING or not status.quiet for status in statuses):
-            return False
-        for transfer in write.transfers:
-            self._mover.release(transfer)
-        self._span(Step.WRITE, write.outgoing, write.chunk, write.started_ns)
-        way = self._ways.get(write.outgoing.handoff)
-        start = 0 if way is None else way.start
-        tokens = range(max(write.chunk.tokens.start, start), write.chunk.tokens.stop)
-        entries = () if write.outgoing.manifest is None else write.outgoing.manifest.entries
-        if write.failed:
-            self._core.write_quiet(write.outgoing.handoff, write.number)
-        else:
-            self._core.write_done(write.outgoing.handoff, write.number, chunk_spans(entries, tokens), self._clock())
-        self._landed(write.chunk)
+    def _written(self, write: Write) -> None:
+        if write.transfers or not write.failed:
+            self._span(Step.WRITE, write.outgoing, write.chunk, write.started)
+        self._landed(write.outgoing, write.chunk)
         self.advance(write.outgoing)
-        return True
 
     # ---- small things
 
-    def _work(self, way: _Way, chunk: Chunk, job: Callable[[], int], done: Callable[[int], None]) -> None:
+    def _work(self, way: Way, chunk: Chunk, job: Callable[[], None], done: Callable[[], None]) -> None:
         """Do a job on a chunk on the worker, or here when it is small; an error of it ends the handoff."""
 
-        def finish(result: int | PdHandoffError) -> None:
-            if isinstance(result, PdHandoffError):
-                chunk.state = ChunkState.DROPPED
-                chunk.source_free.set()
-                self._free_stretch(chunk)
-                self._core.cancel(way.outgoing.handoff, result.reason, result.code)
-            else:
-                done(result)
+        def finish(result: PdHandoffError | None) -> None:
+            if result is None:
+                done()
+                return
+            chunk.state = ChunkState.DROPPED
+            way.outgoing.free_chunk(chunk)
+            self._free_stretch(chunk)
+            self._core.cancel(way.outgoing.handoff, result.reason, result.code)
 
-        def finish_later(result: int | PdHandoffError) -> None:
+        def finish_later(result: PdHandoffError | None) -> None:
             finish(result)
             self._act()
 
@@ -438,34 +440,25 @@ class Sender:
             self._worker.run(job, finish_later)
             return
         try:
-            result: int | PdHandoffError = job()
+            job()
         except PdHandoffError as error:
-            result = error
-        finish(result)
+            finish(error)
+        else:
+            finish(None)
 
-    def _count(self, outgoing: Outgoing, chunk: Chunk) -> None:
-        """Rows pushed twice would be counted twice by the digest: refuse them."""
-        way = self._ways[outgoing.handoff]
-        start, stop = chunk.tokens.start, chunk.tokens.stop
-        if chunk.tokens and way.pushed.first_gap(start, stop) != (start, stop):
-            self._core.cancel(
-                outgoing.handoff, f"tokens {chunk.tokens} were pushed before: push each row once", ErrorCode.MISUSE
-            )
-        way.pushed.add(start, stop)
-
-    def _landed(self, chunk: Chunk) -> None:
+    def _landed(self, outgoing: Outgoing, chunk: Chunk) -> None:
         chunk.state = ChunkState.LANDED
-        chunk.source_free.set()
+        outgoing.free_chunk(chunk)
         self._free_stretch(chunk)
 
-    def _drop_chunk(self, chunk: Chunk) -> None:
-        """Forget a chunk that is not in flight. One in the hands of the worker is freed when that is done."""
+    def _drop_chunk(self, outgoing: Outgoing, chunk: Chunk) -> None:
+        """Forget a chunk that is not in flight. One that is being copied or read is freed when that is done."""
         if chunk.over:
             return
         busy = chunk.state in {ChunkState.GATHERING, ChunkState.DIGESTING}
         chunk.state = ChunkState.DROPPED
         if not busy:
-            chunk.source_free.set()
+            outgoing.free_chunk(chunk)
             self._free_stretch(chunk)
 
     def _free_stretch(self, chunk: Chunk) -> None:
@@ -476,22 +469,12 @@ class Sender:
         self._ready.extend(self._parked)
         self._parked.clear()
 
-    def _status(self, transfer: Transfer) -> TransferStatus:
-        """What the mover says. One that cannot say is not believed to be quiet."""
-        try:
-            return self._mover.poll(transfer)
-        except MoverError as error:
-            return TransferStatus(state=TransferState.FAILED, reason=error.reason, quiet=False)
-
-    def _nanoseconds(self) -> int:
-        return int(self._clock() * 1e9)
-
     def _instant(self, step: Step, outgoing: Outgoing) -> None:
         if self._recorder is not None:
             self._recorder.instant(step, step.value, **{HANDOFF: str(outgoing.handoff)[:8]})
 
-    def _span(self, step: Step, outgoing: Outgoing, chunk: Chunk, started_ns: int) -> None:
+    def _span(self, step: Step, outgoing: Outgoing, chunk: Chunk, started: float) -> None:
         if self._recorder is not None:
             label = str(outgoing.handoff)[:8]
             args = {HANDOFF: label, "tokens": f"{chunk.tokens.start}..{chunk.tokens.stop}"}
-            self._recorder.add(step, step.value, started_ns, self._nanoseconds(), **args)
+            self._recorder.add(step, step.value, int(started * 1e9), int(self._clock() * 1e9), **args)

@@ -14,9 +14,9 @@ from pdhandoff.planner import (
     admit_length,
     check_cover,
     entry_component,
-    landing_pages,
-    landing_placement,
+    landing_parts,
     plan_shards,
+    stepped_component,
 )
 from pdhandoff.protocol.manifest import Manifest
 from support.components import index_pages, key_value, latent_rows, layout
@@ -154,8 +154,8 @@ def test_T012_a_full_prefix_hit_is_a_manifest_of_zero_bytes() -> None:
     check_cover(manifests, [layout(source)])
     (manifest,) = manifests
     assert (manifest.nbytes, manifest.tokens, len(manifest.entries)) == (0, 0, 1)
-    assert landing_placement(manifest, 0, [])[0].pages == 0
-    assert landing_pages(manifest, manifest.entries[0]).ids == range(0)
+    (part,) = landing_parts(manifest, 0, [])
+    assert (part.tokens, part.placement.pages, part.pages.ids) == (range(128, 128), 0, range(0))
     memory = Memory()
     nothing = held(memory, source, ())
     assert plan(nothing, nothing, range(128, 128)) == CopyPlan((), 0, 0)
@@ -229,11 +229,12 @@ def hand_off(producers: list[Component], consumers: list[Component], prompt: int
     for source, manifest in zip(sources, manifests, strict=True):
         fill(memory, source)
         for rank, target in enumerate(targets):
-            size = sum(-(-piece.nbytes // 64) * 64 for piece in manifest.pieces(rank))
+            size = sum(piece.nbytes for piece in manifest.pieces(rank))
             extents = [(memory.allocate(size), size)] if size else []
-            for index, at in landing_placement(manifest, rank, extents).items():
-                entry = manifest.entries[index]
-                landed = Held(entry_component(source.component, entry), at, landing_pages(manifest, entry))
+            for part in landing_parts(manifest, rank, extents):
+                entry = manifest.entries[part.entry]
+                component = stepped_component(entry_component(source.component, entry), part.step)
+                landed = Held(component, part.placement, part.pages)
                 memory.execute(plan(source, landed, range(prompt)))
                 memory.execute(plan(landed, target, range(prompt), entry.layers))
     for target in targets:

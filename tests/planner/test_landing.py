@@ -5,15 +5,18 @@ import pytest
 
 from pdhandoff.errors import PlanError
 from pdhandoff.planner import (
+    LandingPart,
+    LandingRun,
     PageTable,
     Placement,
     entry_component,
     landing_component,
     landing_entry,
-    landing_pages,
-    landing_placement,
+    landing_parts,
+    landing_runs,
+    stepped_component,
 )
-from pdhandoff.protocol.manifest import Entry, Manifest
+from pdhandoff.protocol.manifest import Entry, Group, Manifest, Piece, landing_groups
 from support.components import ORDERS, index_pages, key_value, latent_rows, layout
 
 
@@ -106,7 +109,7 @@ def manifest(*entries: Entry, start: int = 0, prompt: int = 100) -> Manifest:
     return Manifest(prompt_tokens=prompt, start_token=start, shard=0, shards=1, entries=entries).validate()
 
 
-def test_pieces_are_placed_entry_by_entry_layer_by_layer() -> None:
+def test_pages_of_all_entries_and_layers_land_step_by_step() -> None:
     rows, index = latent_rows(), index_pages()
     whole = manifest(
         landing_entry(rows, (0, 1)),
@@ -114,19 +117,78 @@ def test_pieces_are_placed_entry_by_entry_layer_by_layer() -> None:
         landing_entry(index, (1,)),
     )
     page, index_page = 64 * 26, 64 * 12
-    assert landing_placement(whole, 0, [(4096, 4 * page), (1 << 20, 2 * index_page)]) == {
-        0: Placement(2, {"": [4096, 4096 + 2 * page]}),
-        2: Placement(2, {"": [1 << 20]}),
-    }
-    assert landing_placement(whole, 1, [(64, 2 * page)]) == {1: Placement(2, {"": [64]})}
-    assert landing_placement(whole, 2, []) == {}
+    step = 2 * page + index_page
+    assert step % 64 == 0
+    group = Group((0, 2), 64, ((0, page), (2 * page,)), step)
+    assert landing_runs(whole, 0, [(4096, 2 * step)]) == [LandingRun(group, range(2), 4096)]
+    assert landing_parts(whole, 0, [(4096, 2 * step)]) == [
+        LandingPart(0, range(100), Placement(2, {"": [4096, 4096 + page]}), PageTable(range(2), 64), step),
+        LandingPart(2, range(100), Placement(2, {"": [4096 + 2 * page]}), PageTable(range(2), 64), step),
+    ]
+    (alone,) = landing_parts(whole, 1, [(64, 2 * page)])
+    assert (alone.placement, alone.step) == (Placement(2, {"": [64]}), page)
+    assert landing_parts(whole, 2, []) == []
     with pytest.raises(PlanError, match="extents are smaller"):
-        landing_placement(whole, 0, [(4096, 4 * page)])
+        landing_runs(whole, 0, [(4096, step)])
+
+
+def test_a_step_never_spans_two_extents() -> None:
+    whole = manifest(landing_entry(latent_rows(), (0, 1)), prompt=200)
+    step = 2 * 64 * 26
+    extents = [(4096, 2 * step + 64), (1 << 20, step), (1 << 21, step)]
+    parts = landing_parts(whole, 0, extents)
+    assert [(part.tokens, part.placement.bases[""][0], part.pages) for part in parts] == [
+        (range(128), 4096, PageTable(range(2), 64)),
+        (range(128, 192), 1 << 20, PageTable(range(1), 64, 128)),
+        (range(192, 200), 1 << 21, PageTable(range(1), 64, 192)),
+    ]
+
+
+def test_entries_of_other_page_sizes_are_groups_of_their_own_and_small_pages_share_a_piece() -> None:
+    rows, small = latent_rows(), index_pages(page_tokens=16)
+    whole = manifest(landing_entry(rows, (0,)), landing_entry(small, (0, 1)))
+    groups = landing_groups(whole.entries, 0)
+    assert [(group.entries, group.page_tokens, group.step) for group in groups] == [
+        ((0,), 64, 64 * 26),
+        ((1,), 16, 2 * 16 * 12),
+    ]
+    pieces = list(whole.pieces(0))
+    assert pieces == [Piece(0, 1, 64 * 26)] * 2 + [Piece(1, 4, 4 * 384), Piece(1, 3, 3 * 384)]
+    size = sum(piece.nbytes for piece in pieces)
+    assert [part.pages for part in landing_parts(whole, 0, [(4096, size)])] == [
+        PageTable(range(2), 64),
+        PageTable(range(7), 16),
+    ]
+
+
+def test_pages_and_steps_are_aligned_whatever_their_sizes() -> None:
+    entry = msgspec.structs.replace(landing_entry(latent_rows(), (0, 1)), row_bytes=3, page_tokens=3, page_bytes=9)
+    (group,) = landing_groups((entry,), 0)
+    assert (group.offsets, group.step) == (((0, 16),), 64)
 
 
 @pytest.mark.parametrize(("start", "pages", "first"), [(0, 2, 0), (63, 2, 0), (64, 1, 64), (70, 1, 64), (100, 0, 64)])
-def test_landing_pages_start_with_the_page_of_the_start_token(start: int, pages: int, first: int) -> None:
+def test_landing_starts_with_the_page_of_the_start_token(start: int, pages: int, first: int) -> None:
     entry = landing_entry(latent_rows(), (0,))
     whole = manifest(entry, start=start)
-    assert landing_pages(whole, entry) == PageTable(range(pages), 64, first)
+    (part,) = landing_parts(whole, 0, [(4096, 1 << 20)])
+    assert part.pages == PageTable(range(pages), 64, first)
+    assert part.tokens == range(start, 100)
     assert whole.pages(entry) == pages
+
+
+def test_a_stepped_component_leaves_room_between_its_pages() -> None:
+    landing = landing_component(latent_rows())
+    stepped = stepped_component(landing, 4096)
+    assert {plane.page_stride for plane in stepped.planes} == {4096}
+    assert stepped.page_tokens == landing.page_tokens
+
+
+def test_where_the_rows_of_a_run_lie() -> None:
+    group = Group((4, 7), 64, ((0,), (128,)), 256)
+    run = LandingRun(group, range(3, 5), 1 << 20)
+    assert run.address_of(4) == (1 << 20) + 256
+    assert run.tokens(range(1000)) == range(192, 320)
+    assert run.tokens(range(200, 210)) == range(200, 210)
+    assert not run.tokens(range(100))
+    assert run.at(7) == (Placement(2, {"": [(1 << 20) + 128]}), PageTable(range(2), 64, 192))

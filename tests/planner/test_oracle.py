@@ -14,9 +14,9 @@ from pdhandoff.planner import (
     check_cover,
     entry_component,
     landing_component,
-    landing_pages,
-    landing_placement,
+    landing_parts,
     plan_shards,
+    stepped_component,
 )
 from pdhandoff.protocol.manifest import Manifest
 from support.components import ORDERS, index_pages, key_value, latent_rows, layout
@@ -74,7 +74,7 @@ def chunks(rng: random.Random, first: int, last: int) -> list[range]:
 
 def grant(rng: random.Random, memory: Memory, manifest: Manifest, destination: int) -> list[tuple[int, int]]:
     """Extents that just hold the pieces: one for all, or one for each."""
-    sizes = [-(-piece.nbytes // 64) * 64 for piece in manifest.pieces(destination)]
+    sizes = [piece.nbytes for piece in manifest.pieces(destination)]
     if rng.random() < 0.5:
         sizes = [sum(sizes)] if sizes else []
     return [(memory.allocate(size), size) for size in sizes if size]
@@ -110,15 +110,13 @@ def run_draw(seed: int) -> None:
 def move_shard(rng: random.Random, memory: Memory, manifest: Manifest, source: Held, wanted: list[Held]) -> None:
     """Chunk by chunk to the landing extents, directly or through a staging ring, then into the consumer's pages."""
     for destination, target in enumerate(wanted):
-        landed = landing_placement(manifest, destination, grant(rng, memory, manifest, destination))
-        for index, at in landed.items():
-            landing = entry_component(source.component, manifest.entries[index])
-            pages = landing_pages(manifest, manifest.entries[index])
-            for tokens in chunks(rng, manifest.start_token, manifest.prompt_tokens):
+        for part in landing_parts(manifest, destination, grant(rng, memory, manifest, destination)):
+            landing = entry_component(source.component, manifest.entries[part.entry])
+            landed = Held(stepped_component(landing, part.step), part.placement, part.pages)
+            for tokens in chunks(rng, part.tokens.start, part.tokens.stop):
                 sender = stage(memory, source, landing, tokens) if rng.random() < 0.5 else source
-                copy(memory, sender, Held(landing, at, pages), tokens)
-            arrived = range(manifest.start_token, manifest.prompt_tokens)
-            copy(memory, Held(landing, at, pages), target, arrived)
+                copy(memory, sender, landed, tokens)
+            copy(memory, landed, target, part.tokens)
 
 
 def stage(memory: Memory, source: Held, landing: Component, tokens: range) -> Held:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pdhandoff.errors import LocalError
 from pdhandoff.ids import Incarnation
 from pdhandoff.protocol.book import Arena, ExtentBook, Landing, Record, Slot
-from pdhandoff.protocol.manifest import PIECE_ALIGNMENT, Piece, place_pieces
+from pdhandoff.protocol.manifest import PIECE_ALIGNMENT, place_pieces
 from support.peers import handoff_id
 
 WRITER = Incarnation(b"w" * 16)
@@ -138,9 +138,7 @@ def test_extents_never_overlap_and_hold_their_pieces(steps: list[tuple[bool, lis
         if record is None:
             continue
         live.append(record)
-        at = place_pieces(
-            [Piece(0, 0, piece) for piece in pieces], [(run.address, run.length) for run in record.of_shard(0)]
-        )
+        at = place_pieces(pieces, [(run.address, run.length) for run in record.of_shard(0)])
         assert all(address % PIECE_ALIGNMENT == 0 for address in at)
     runs = sorted(run for record in live for run in record.of_shard(0))
     for before, after in itertools.pairwise(runs):

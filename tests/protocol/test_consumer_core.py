@@ -8,12 +8,12 @@ import pytest
 
 from pdhandoff.errors import ErrorCode, LayoutError, LocalError
 from pdhandoff.ids import HandoffId
-from pdhandoff.limits import DEFAULT_LIMITS
+from pdhandoff.limits import DEFAULT_LIMITS, Limits
 from pdhandoff.protocol.attachments import attach_int
 from pdhandoff.protocol.consumer import Unannounced
 from pdhandoff.protocol.consumer_table import ConsumerState
 from pdhandoff.protocol.effects import ProveEnded, Send, Verify
-from pdhandoff.protocol.manifest import Manifest
+from pdhandoff.protocol.manifest import Entry, Manifest
 from pdhandoff.protocol.messages import Cancel, Drained, Draining, Offer, Pong, Progress, Refuse
 from pdhandoff.protocol.spans import Span
 from support.peers import PAGE, ConsumerPeer, ProducerPeer, Scene, handoff_id, make_manifest
@@ -257,6 +257,38 @@ def test_rows_outside_the_manifest_fail_the_handoff() -> None:
     assert (ended.code, ended.shard) == (ErrorCode.MANIFEST_MISMATCH, 0)
 
 
+def test_progress_over_its_bound_fails_the_handoff() -> None:
+    scene, producer, consumer = one(limits=Limits(max_progress_layers=2))
+    producer.offer(A, make_manifest())
+    scene.say(producer, Progress(handoff=A, generation=1, shard=0, spans=(Span(0, 0, 1, 0, 1),) * 3))
+    ended = consumer.ended(A)
+    assert ended is not None
+    assert (ended.code, ended.shard) == (ErrorCode.OVERSIZED, 0)
+
+
+def test_the_costliest_progress_is_bounded() -> None:
+    """4096 spans of 77 of 78 layers would count 315,392 layers."""
+    layers = tuple(range(78))
+    entry = Entry(component="k", layers=layers, row_bytes=1, page_tokens=1, page_bytes=1)
+    manifest = Manifest(prompt_tokens=8192, shard=0, shards=1, entries=(entry,))
+    scene, producer, consumer = one(pages=4096)
+    producer.offer(A, manifest)
+    spans = tuple(Span(0, 0, 77, 2 * at, 2 * at + 1) for at in range(4096))
+    scene.say(producer, Progress(handoff=A, generation=1, shard=0, spans=spans))
+    ended = consumer.ended(A)
+    assert ended is not None
+    assert ended.code == ErrorCode.OVERSIZED
+    assert consumer.core.landed(A) is None
+
+
+def test_what_can_never_fit_is_not_cut_into_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Manifest, "pieces", None)  # a call would fail
+    scene, producer, _ = one()
+    producer.offer(A, make_manifest(tokens=DEFAULT_LIMITS.max_prompt_tokens))
+    assert producer.outcome(A) == ErrorCode.TOO_LARGE
+    assert scene.consumer.free == 1
+
+
 def test_a_promised_digest_must_come_and_goes_to_whoever_verifies() -> None:
     _, producer, consumer = one()
     producer.offer(A, make_manifest(), digest=True)
@@ -320,6 +352,24 @@ def test_early_reading_holds_the_memory_of_a_handoff_that_fails() -> None:
     assert consumer.free == 1
     consumer.core.end_read(1, scene.now)
     assert consumer.free == 1
+
+
+def test_what_has_landed_may_be_read_until_the_handoff_is_read_or_over() -> None:
+    scene, producer, consumer = one()
+    assert consumer.core.landed(A) is None
+    manifest = make_manifest()
+    producer.offer(A, manifest)
+    landed = consumer.core.landed(A)
+    assert landed is not None
+    assert (landed.generation, landed.prompt_tokens, landed.digest) == (1, manifest.prompt_tokens, False)
+    assert landed.rows == {0: [[] for _ in manifest.entries]}
+    producer.move(A)
+    scene.run()
+    landed = consumer.core.landed(A)
+    assert landed is not None
+    assert landed.rows == {0: [[range(manifest.prompt_tokens)] for _ in manifest.entries]}
+    consumer.core.claim(A)
+    assert consumer.core.landed(A) is None
 
 
 # ---- ends

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from pdhandoff.errors import ErrorCode, PlanError, RemoteError
 from pdhandoff.ids import HandoffId
+from pdhandoff.limits import Limits
 from pdhandoff.protocol.attachments import (
     Expected,
     attach,
@@ -38,7 +39,7 @@ def change(item: msgspec.Struct, **fields: object) -> msgspec.Struct:
 def test_a_manifest_counts_rows_pages_and_pieces() -> None:
     assert MANIFEST.nbytes == 9 * 10 * 2
     assert MANIFEST.pages(ENTRY) == 3
-    assert list(MANIFEST.pieces(0)) == [Piece(0, 3, 144), Piece(0, 5, 144)]
+    assert list(MANIFEST.pieces(0)) == [Piece(0, 3, 3 * 128)]
     assert list(MANIFEST.pieces(1)) == []
     assert MANIFEST.destinations == (0,)
 
@@ -102,7 +103,7 @@ def test_the_digest_depends_on_every_field(field: str) -> None:
 
 
 def test_pieces_never_span_two_extents() -> None:
-    pieces = [Piece(0, layer, 100) for layer in range(3)]
+    pieces = [100] * 3
     assert place_pieces(pieces, [(0, 300), (1024, 128)]) == [0, 128, 1024]
     assert PIECE_ALIGNMENT == 64
     with pytest.raises(PlanError, match="smaller than the manifest"):
@@ -138,6 +139,26 @@ def test_rows_are_counted_by_identity() -> None:
     assert ledger.first_hole() is None
     ledger.clear()
     assert ledger.first_hole() == Hole("k", 3, 0, 9)
+
+
+def test_the_layers_of_one_message_are_bounded() -> None:
+    ledger = Ledger(MANIFEST)
+    limits = Limits(max_progress_layers=3, max_fragments=2)
+    ledger.add_all((Span(0, 0, 2, 0, 1), Span(0, 0, 1, 1, 2), Span(0, 1, 2, 1, 2)), limits)  # all layers count as one
+    with pytest.raises(RemoteError, match="more than 3 layers in one message") as raised:
+        ledger.add_all((Span(0, 0, 1, 5, 6),) * 4, limits)
+    assert raised.value.code == ErrorCode.OVERSIZED
+    assert ledger.first_hole() == Hole("k", 3, 2, 9), "nothing of that message was counted"
+
+
+@pytest.mark.parametrize("layers", [(0, 2), (0, 1)])
+def test_the_fragments_of_rows_are_bounded(layers: tuple[int, int]) -> None:
+    ledger = Ledger(MANIFEST)
+    limits = Limits(max_fragments=2)
+    ledger.add_all([Span(0, *layers, at, at + 1) for at in (0, 2, 1, 4)], limits)
+    with pytest.raises(RemoteError, match="more than 2 fragments") as raised:
+        ledger.add_all([Span(0, *layers, 6, 7)], limits)
+    assert raised.value.code == ErrorCode.OVERSIZED
 
 
 @pytest.mark.parametrize(
@@ -285,3 +306,17 @@ def test_cleared_deadlines_do_not_pile_up() -> None:
     assert deadlines.due(5.0) == [-1]
     assert deadlines.due(1e9) == [999]
     assert deadlines.next() is None
+
+
+def test_gaps_are_all_that_is_missing() -> None:
+    some = IntervalSet([(2, 4), (6, 8)])
+    assert some.gaps(0, 10) == [range(2), range(4, 6), range(8, 10)]
+    assert some.gaps(2, 4) == []
+    assert IntervalSet().gaps(3, 3) == []
+
+
+def test_whole_rows_are_those_that_landed_with_all_layers_at_once() -> None:
+    ledger = Ledger(MANIFEST)
+    ledger.add(Span(0, 0, 2, 4, 6))
+    ledger.add(Span(0, 0, 1, 8, 9))
+    assert ledger.whole_rows() == [[range(4, 6)]]

@@ -191,6 +191,13 @@ def test_rows_outside_the_manifest_leave_the_write_in_flight() -> None:
     assert core.statistics().writes_in_flight == 1
 
 
+def test_many_layers_go_in_several_messages() -> None:
+    core = moving(max_progress_layers=3)
+    core.write_started(A, 1, PAGE, 0.0)
+    core.write_done(A, 1, (ROW,) * 7, 0.0)
+    assert [len(message.spans) for message in sent(core) if isinstance(message, Progress)] == [3, 3, 1]
+
+
 def test_many_spans_go_in_several_messages() -> None:
     core = moving(max_entries=2)
     core.write_started(A, 1, PAGE, 0.0)

@@ -22,8 +22,8 @@ from pdhandoff import (
 )
 from pdhandoff.engines.faults import Fault, Rule
 from pdhandoff.errors import MoverError
-from pdhandoff.native.memmove import copy_plan
 from pdhandoff.protocol.consumer_table import ConsumerState
+from pdhandoff.runtime.gathering import Gatherer
 from pdhandoff.runtime.verify import shard_digest
 from support.engines import DEADLINE_S, Pair, check_rows, kv_component, make_layout, push_all, until
 
@@ -151,14 +151,14 @@ def test_a_page_that_does_not_exist_is_refused_at_once() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tokens", [8, 6000])
-@pytest.mark.parametrize(("what", "staging"), [("gather", Staging.STAGED), ("digest", Staging.DIRECT)])
+@pytest.mark.parametrize(("what", "staging"), [("gather_parts", Staging.STAGED), ("digest", Staging.DIRECT)])
 def test_a_job_on_bytes_that_fails_keeps_no_room_and_no_pages(
     monkeypatch: pytest.MonkeyPatch, what: str, staging: Staging, tokens: int
 ) -> None:
     def fail(*_: object) -> int:
         raise LocalError(ErrorCode.OUT_OF_RANGE, "the plan leaves its bounds")
 
-    monkeypatch.setattr(f"pdhandoff.runtime.chunks.Routes.{what}", fail)
+    monkeypatch.setattr(f"pdhandoff.runtime.routes.Routes.{what}", fail)
     options = {"staging": staging, "digest": True, "staging_bytes": 4 << 20}
     with Pair(layout=make_layout(kv_component(page_tokens=256)), producer=options, arena_bytes=8 << 20) as pair:
         handoff = HandoffId.mint()
@@ -176,7 +176,7 @@ def test_a_write_that_cannot_be_planned_fails_its_handoff(monkeypatch: pytest.Mo
     def fail(*_: object) -> int:
         raise LocalError(ErrorCode.OUT_OF_RANGE, "the plan leaves its bounds")
 
-    monkeypatch.setattr("pdhandoff.runtime.chunks.Routes.write", fail)
+    monkeypatch.setattr("pdhandoff.runtime.routes.Routes.writes", fail)
     with Pair() as pair:
         handoff = HandoffId.mint()
         ticket = pair.consumer.announce(handoff)
@@ -194,12 +194,14 @@ def test_cancelled_while_the_worker_reads_its_pages(monkeypatch: pytest.MonkeyPa
     """Pages are free only when the gather is over, whatever became of the handoff meanwhile."""
     begun, gate = threading.Event(), threading.Event()
 
-    def slow(plan: Any) -> int:
+    gather = Gatherer.gather
+
+    def slow(*args: Any, **options: Any) -> None:
         begun.set()
         gate.wait(DEADLINE_S)
-        return copy_plan(plan)
+        gather(*args, **options)
 
-    monkeypatch.setattr("pdhandoff.runtime.sender.copy_plan", slow)
+    monkeypatch.setattr(Gatherer, "gather", slow)
     with Pair(layout=make_layout(kv_component(page_tokens=256)), staging_bytes=4 << 20, arena_bytes=8 << 20) as pair:
         handoff = HandoffId.mint()
         ticket = pair.consumer.announce(handoff)
@@ -216,8 +218,8 @@ def test_cancelled_while_the_worker_reads_its_pages(monkeypatch: pytest.MonkeyPa
         pair.check_clean()
 
 
-def test_a_chunk_larger_than_half_the_ring_is_refused_with_what_to_do() -> None:
-    with Pair(staging_bytes=8192) as pair:
+def test_pages_larger_than_half_the_ring_are_refused_with_what_to_do() -> None:
+    with Pair(staging_bytes=4096) as pair:
         handoff = HandoffId.mint()
         pair.consumer.announce(handoff)
         outgoing = pair.send(handoff, pair.engine.request(1, 100))
@@ -597,11 +599,11 @@ def test_an_event_of_a_broken_device_fails_its_handoff_and_nothing_else() -> Non
 
 
 def test_a_payload_that_cannot_be_checked_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none_installed() -> None:
+    def none_installed(*_: object) -> None:
         raise LocalError(ErrorCode.CONFIG, "nothing that converts is installed")
 
     with Pair(producer={"digest": True}) as pair:
-        monkeypatch.setattr("pdhandoff.runtime.consumer.load", none_installed)
+        monkeypatch.setattr("pdhandoff.runtime.natives.load", none_installed)
         handoff = HandoffId.mint()
         ticket = pair.consumer.announce(handoff)
         pair.send(handoff, pair.engine.request(1, 20))
@@ -615,12 +617,12 @@ def test_a_payload_that_cannot_be_checked_is_not_believed(monkeypatch: pytest.Mo
 def test_cancelled_while_it_is_verified_the_memory_is_held_until_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, gate = threading.Event(), threading.Event()
 
-    def slow(*arguments: Any) -> bytes:
+    def slow(*arguments: Any, **options: Any) -> bytes:
         begun.set()
         gate.wait(DEADLINE_S)
-        return shard_digest(*arguments)
+        return shard_digest(*arguments, **options)
 
-    monkeypatch.setattr("pdhandoff.runtime.consumer.shard_digest", slow)
+    monkeypatch.setattr("pdhandoff.runtime.verify.shard_digest", slow)
     with Pair(producer={"digest": True}) as pair:
         handoff = HandoffId.mint()
         ticket = pair.consumer.announce(handoff)

@@ -26,6 +26,7 @@ from pdhandoff.errors import ErrorCode
 from pdhandoff.layouts import Layout
 from pdhandoff.observe.trace import Recorder
 from pdhandoff.protocol.attachments import read_int
+from support.decode_side import check_converted, decode_caches, decode_pages
 from support.engines import (
     DEADLINE_S,
     LAYOUT,
@@ -247,42 +248,6 @@ def test_two_producers_bring_a_part_each(split: Any, staging: Staging) -> None:
         check_converted(whole, caches, 0x99, 70)
         del buffers
         pair.check_clean()
-
-
-def decode_pages(layout: Layout, pages: int = 20) -> dict[str, PageTable]:
-    return {component.name: PageTable(range(pages), component.page_tokens) for component in layout.components}
-
-
-def decode_caches(layout: Layout, tokens: int) -> tuple[dict[str, Placement], list[object]]:
-    """Memory of a decode engine, filled with what must not survive, and what keeps it alive."""
-    placements: dict[str, Placement] = {}
-    buffers: list[object] = []
-    for component in layout.components:
-        pages = -(-tokens // component.page_tokens) + 1
-        stride = component.planes[0].page_stride
-        bases = []
-        for _ in component.layers:
-            buffer = (ctypes.c_ubyte * (pages * stride))(*([0xEE] * (pages * stride)))
-            buffers.append(buffer)
-            bases.append(ctypes.addressof(buffer))
-        placements[component.name] = Placement(pages, {"": bases})
-    return placements, buffers
-
-
-def check_converted(layout: Layout, caches: dict[str, Placement], tag: int, tokens: int) -> None:
-    """Every row is there, and the rest of the last page is zero."""
-    from support.engines import _rows
-
-    for component in layout.components:
-        table = decode_pages(layout)[component.name]
-        at = caches[component.name]
-        for address, data in _rows(component, at, layers=component.layers, table=table, tokens=range(tokens), tag=tag):
-            assert ctypes.string_at(address, len(data)) == data
-        end = -(-tokens // component.page_tokens) * component.page_tokens
-        for address, data in _rows(
-            component, at, layers=component.layers, table=table, tokens=range(tokens, end), tag=tag
-        ):
-            assert ctypes.string_at(address, len(data)) == bytes(len(data))
 
 
 @pytest.mark.slow
@@ -509,3 +474,10 @@ def test_movers_by_name_are_made_and_closed_by_their_endpoint() -> None:
             check_rows(arrival, 5)
         threads = {thread.name for thread in threading.enumerate()}
         assert {"pdhandoff-consumer", "pdhandoff-consumer-bytes", "pdhandoff-consumer-proofs"} <= threads
+
+
+def test_a_chunk_larger_than_the_ring_passes_through_it_in_parts() -> None:
+    with Pair(staging_bytes=8192, producer={"digest": True}) as pair:
+        pair.hand_off(0x63, 300)
+        assert pair.producer._sender._ring.capacity < 300 * 156
+        pair.check_clean()

@@ -24,7 +24,9 @@ class Owner:
         self.deadline: float | None = None
         self.ticks = 0
         self.polls = 0
+        self.turns = 0
         self.polling = False
+        self.hasty = True
         self.error: BaseException | None = None
         self.ticked = threading.Event()
 
@@ -37,6 +39,9 @@ class Owner:
         self.deadline = None
         self.ticks += 1
         self.ticked.set()
+
+    def turned(self) -> None:
+        self.turns += 1
 
     def poll(self) -> bool:
         self.polls += 1
