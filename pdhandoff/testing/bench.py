@@ -11,6 +11,7 @@ from pdhandoff.engines.base import Extent, Mover, MoverCapabilities, TransferSta
 from pdhandoff.errors import MoverError
 from pdhandoff.testing.lines import LineProcess
 from pdhandoff.testing.loading import make_mover
+from pdhandoff.testing.place import IN_CPU_MEMORY, Place
 from pdhandoff.testing.rule import Sizes, Violation, require
 from pdhandoff.testing.side import Side, unit_of
 
@@ -129,10 +130,12 @@ class Bench:
         name: of the mover, as `make_mover` takes it.
         options: of the mover.
         sizes: of the run.
+        place: where all memory is.
     """
 
-    def __init__(self, name: str, options: Mapping[str, object], sizes: Sizes) -> None:
+    def __init__(self, name: str, options: Mapping[str, object], sizes: Sizes, place: Place = IN_CPU_MEMORY) -> None:
         self._name = name
+        self.place: Final = place
         self._options = options
         self.sizes: Final = sizes
         probe = self.mover()
@@ -150,7 +153,7 @@ class Bench:
 
     def side(self, units: int = 8) -> Side:
         """A new mover in this process, with memory."""
-        side = Side(self.mover(), units, self.sizes.settle_s)
+        side = Side(self.mover(), units, self.sizes.settle_s, self.place)
         self._sides.append(side)
         return side
 
@@ -159,7 +162,7 @@ class Bench:
         if self._spare:
             process = self._spare.pop()
         else:
-            process = LineProcess("pdhandoff.testing.peer", self._name, json.dumps(self._options))
+            process = LineProcess("pdhandoff.testing.peer", self._name, json.dumps(self._options), self.place.spell())
         try:
             other = Other(process, self.sizes, units, self.unit)
         except BaseException:

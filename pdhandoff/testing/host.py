@@ -1,7 +1,7 @@
 """Where checks run: a process of its own, so that a mover that hangs or crashes fails one rule and not the whole run.
 
-`python -m pdhandoff.testing.host NAME OPTIONS SIZES`, the last two as JSON objects. Commands: `hello`, and `check` with
-a rule's number.
+`python -m pdhandoff.testing.host NAME OPTIONS SIZES PLACE`, options and sizes as JSON objects. Commands: `hello`, and
+`check` with a rule's number.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import msgspec
 from pdhandoff.errors import PdHandoffError
 from pdhandoff.testing.bench import Bench
 from pdhandoff.testing.lines import EndedError, SilentError, serve
+from pdhandoff.testing.place import Place
 from pdhandoff.testing.rule import Rule, Sizes, Violation
 from pdhandoff.testing.rules import ALL_RULES
 
@@ -27,10 +28,11 @@ __all__ = ["Host", "main"]
 class Host:
     """Runs one check after the other."""
 
-    def __init__(self, name: str, options: dict[str, object], sizes: Sizes) -> None:
+    def __init__(self, name: str, options: dict[str, object], sizes: Sizes, place: Place) -> None:
         self._name = name
         self._options = options
         self._sizes = sizes
+        self._place = place
         self._bench: Bench | None = None
         self._rules = {rule.number: rule for rule in ALL_RULES}
 
@@ -46,7 +48,7 @@ class Host:
 
     def _hello(self) -> dict[str, Any]:
         try:
-            self._bench = Bench(self._name, self._options, self._sizes)
+            self._bench = Bench(self._name, self._options, self._sizes, self._place)
         except PdHandoffError as error:
             return {"refused": error.reason, "code": int(error.code)}
         return {"name": self._bench.mover_name, "capabilities": msgspec.to_builtins(self._bench.capabilities)}
@@ -85,8 +87,8 @@ class Host:
 def main() -> None:
     """Obey until standard input ends."""
     faulthandler.enable()
-    name, options, sizes = sys.argv[1:4]
-    host = Host(name, json.loads(options), msgspec.json.decode(sizes, type=Sizes))
+    name, options, sizes, place = sys.argv[1:5]
+    host = Host(name, json.loads(options), msgspec.json.decode(sizes, type=Sizes), Place.parse(place))
     serve(host.act)
     host.close()
 

@@ -1,7 +1,8 @@
-"""The other side of a check, in a process of its own: `python -m pdhandoff.testing.peer NAME [OPTIONS]`.
+"""The other side of a check, in a process of its own: `python -m pdhandoff.testing.peer NAME [OPTIONS [PLACE]]`.
 
-OPTIONS is a JSON object of the mover's own options. Commands and answers are lines of JSON: a command has `do`, the
-name of a method of `Desk`, and its arguments. One thread calls the mover. Bytes travel as hexadecimal digits.
+OPTIONS is a JSON object of the mover's own options, PLACE says where memory is. Commands and answers are lines of JSON:
+a command has `do`, the name of a method of `Desk`, and its arguments. One thread calls the mover. Bytes travel as
+hexadecimal digits.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pdhandoff.engines.base import Extent, Peer, Transfer, Writes
 from pdhandoff.errors import PdHandoffError
 from pdhandoff.testing.lines import serve
 from pdhandoff.testing.loading import make_mover
+from pdhandoff.testing.place import IN_CPU_MEMORY, Place
 from pdhandoff.testing.rule import Violation
 from pdhandoff.testing.side import Side
 from pdhandoff.testing.storm import Storm
@@ -48,9 +50,10 @@ _VERBS: Final = frozenset(
 class Desk:
     """Does what it is told with one mover at a time."""
 
-    def __init__(self, name: str, options: dict[str, object]) -> None:
+    def __init__(self, name: str, options: dict[str, object], place: Place = IN_CPU_MEMORY) -> None:
         self._name = name
         self._options = options
+        self._place = place
         self._side: Side | None = None
         self._peers: list[Peer] = []
         self._posted: list[Transfer] = []
@@ -88,7 +91,7 @@ class Desk:
     def open(self, units: int, settle_s: float) -> dict[str, Any]:
         """A new mover, in place of the one there was."""
         self.hang_up()
-        self._side = side = Side(make_mover(self._name, self._options), units, settle_s)
+        self._side = side = Side(make_mover(self._name, self._options), units, settle_s, self._place)
         return {
             "address": side.address,
             "identity": side.describe().hex(),
@@ -177,7 +180,7 @@ class Desk:
 def main() -> None:
     """Obey until standard input ends."""
     options = json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
-    desk = Desk(sys.argv[1], options)
+    desk = Desk(sys.argv[1], options, Place.parse(sys.argv[3]) if len(sys.argv) > 3 else IN_CPU_MEMORY)
     serve(desk.act, desk.work)
     desk.act({"do": "hang_up"})
 

@@ -19,7 +19,7 @@ class Verdict(enum.Enum):
     PASS = "pass"  # noqa: S105 - no password
     FAIL = "fail"
     SKIP = "skip"
-    "the mover does not claim the capability: `reason` says what the runtime does instead"
+    "it is not asked of this mover, or cannot be checked in this run: `reason` says why"
 
 
 @final
@@ -33,7 +33,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     "one sentence; empty when it passed"
     detail: str = ""
-    "the last lines of what the mover's processes wrote to standard error, where one of them ended or hung"
+    "the last lines of what a mover's processes wrote to standard error, where one of them ended or hung"
     elapsed_s: float = 0.0
 
 
@@ -41,8 +41,10 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """A run."""
 
-    mover: str
-    "as it was asked for"
+    subject: str
+    "what was checked, as it was asked for: a mover's name, or a consumer's address"
+    rules: str = "movers"
+    "whose rules: movers, or consumers"
     results: tuple[Result, ...]
 
     def of(self, verdict: Verdict) -> Sequence[Result]:
@@ -58,7 +60,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         """As a JUnit file: one suite, one case for each rule, whose properties hold the sentence of the rule."""
         suite = ET.Element(
             "testsuite",
-            name=f"pdhandoff conformance {self.mover}",
+            name=f"pdhandoff conformance {self.subject}",
             tests=str(len(self.results)),
             failures=str(len(self.of(Verdict.FAIL))),
             skipped=str(len(self.of(Verdict.SKIP))),
@@ -69,7 +71,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
             case = ET.SubElement(
                 suite,
                 "testcase",
-                classname=f"conformance.{self.mover}",
+                classname=f"conformance.{self.subject}",
                 name=f"{result.rule} {result.title}",
                 time=f"{result.elapsed_s:.3f}",
             )

@@ -60,20 +60,23 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
 
 @final
 class Rule(msgspec.Struct, frozen=True, kw_only=True):
-    """One numbered promise of movers, and its check."""
+    """One numbered promise of movers (M-01, ...) or of consumers (P-01, ...), and its check."""
 
     number: str
-    "M-01, ...: never given to another rule"
+    "never given to another rule"
     title: str
     must: str
     "the promise, in one sentence"
     check: Callable[[Any], None]
-    "takes a `Bench`; raises `Violation` where the mover breaks it"
+    "takes a `Bench`, or a `Visit` of a consumer; raises `Violation` where the promise is broken"
     need: Need | None = None
+    "of a mover"
+    asks: str = ""
+    "what a run against a consumer has to be given, or the rule is skipped"
 
 
 class Violation(Exception):
-    """A mover broke the rule that is being checked: the sentence says how."""
+    """A promise was broken: the sentence says how."""
 
 
 def require(holds: object, sentence: str) -> None:

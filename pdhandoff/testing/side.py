@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import math
 import os
@@ -23,6 +22,8 @@ from pdhandoff.engines.base import (
     Writes,
 )
 from pdhandoff.engines.checked import Checked
+from pdhandoff.testing.bytes_at import fill_bytes, put_bytes, read_bytes
+from pdhandoff.testing.place import IN_CPU_MEMORY, Place
 from pdhandoff.testing.rule import Violation
 
 __all__ = ["Side", "settle", "unit_of"]
@@ -47,19 +48,20 @@ def settle(mover: Mover, transfer: Transfer, within_s: float) -> TransferStatus:
 
 @final
 class Side:
-    """A mover with zeroed, registered CPU memory of `units` units.
+    """A mover with zeroed, registered memory of `units` units.
 
     Arguments:
         mover: belongs to the side, which closes it.
         units: pieces of `unit_of` bytes.
         settle_s: within which a write must be final.
+        place: where the memory is.
     """
 
-    def __init__(self, mover: Mover, units: int, settle_s: float) -> None:
+    def __init__(self, mover: Mover, units: int, settle_s: float, place: Place = IN_CPU_MEMORY) -> None:
         self.mover = mover
         self.settle_s = settle_s
         self.unit = unit_of(mover.capabilities)
-        self.memory: Memory = mover.allocate(units * self.unit)
+        self.memory: Memory = mover.allocate(units * self.unit, place.kind, place.device)
         self.fill(0)
         self.region = mover.register(self.memory)
         self.closed = False
@@ -84,15 +86,15 @@ class Side:
 
     def fill(self, value: int, start: int = 0, length: int | None = None) -> None:
         """Set bytes to one value."""
-        ctypes.memset(self.address + start, value, self.length - start if length is None else length)
+        fill_bytes(self.memory, value, start, self.length - start if length is None else length)
 
     def put(self, data: bytes, start: int = 0) -> None:
         """Set bytes."""
-        ctypes.memmove(self.address + start, data, len(data))
+        put_bytes(self.memory, start, data)
 
     def read(self, start: int = 0, length: int | None = None) -> bytes:
         """What is there now."""
-        return ctypes.string_at(self.address + start, self.length - start if length is None else length)
+        return read_bytes(self.memory, start, self.length - start if length is None else length)
 
     def digest(self, start: int = 0, length: int | None = None) -> str:
         """Of what is there now."""

@@ -46,6 +46,16 @@ class _Hanging(Forwarding):
         Event().wait()
 
 
+class _Renamed(Forwarding):
+    @property
+    def name(self) -> str:
+        return "renamed"
+
+
+def renamed() -> Mover:
+    return _Renamed(create())
+
+
 def modest() -> Mover:
     return _Modest(create())
 

@@ -123,7 +123,7 @@ def result(rule: str, verdict: Verdict, reason: str = "") -> Result:
 
 def test_junit_counts_and_escapes() -> None:
     report = Report(
-        mover="a<b",
+        subject="a<b",
         results=(
             result("M-01", Verdict.PASS),
             result("M-02", Verdict.FAIL, "1 < 2 & \x00"),
@@ -144,7 +144,7 @@ def test_junit_counts_and_escapes() -> None:
 
 
 def test_nothing_passed_is_not_ok() -> None:
-    assert not Report(mover="m", results=(result("M-02", Verdict.SKIP),)).ok
+    assert not Report(subject="m", results=(result("M-02", Verdict.SKIP),)).ok
 
 
 @pytest.mark.slow

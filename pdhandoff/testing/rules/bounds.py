@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 from array import array
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from pdhandoff.engines.base import Extent, Memory, TransferState, Writes
+from pdhandoff.engines.base import Extent, TransferState, Writes
 from pdhandoff.errors import MoverError
+from pdhandoff.testing.bytes_at import callers_memory, put_bytes, read_bytes
 from pdhandoff.testing.noise import noise
 from pdhandoff.testing.rule import Need, Rule, Violation, refuses, require
 
@@ -26,11 +26,11 @@ _CHANGES = 200
 def _allocates(bench: Bench) -> None:
     mover = bench.mover()
     alignment = bench.unit
-    first, second = mover.allocate(1), mover.allocate(3 * alignment)
+    first, second = (mover.allocate(nbytes, bench.place.kind, bench.place.device) for nbytes in (1, 3 * alignment))
     for memory, nbytes in ((first, 1), (second, 3 * alignment)):
         require(memory.length >= nbytes, f"{nbytes} bytes were asked for, and {memory.length} came")
         require(memory.address % alignment == 0, f"{memory.address:#x} is no multiple of {alignment} bytes")
-        require(not any(ctypes.string_at(memory.address, nbytes)), "new memory is not zeroed")
+        require(not any(read_bytes(memory, 0, nbytes)), "new memory is not zeroed")
         mover.register(memory)
     low, high = sorted((first, second))
     require(low.address + low.length <= high.address, "two allocations overlap")
@@ -39,23 +39,23 @@ def _allocates(bench: Bench) -> None:
 
 def _registers_any_memory(bench: Bench) -> None:
     owner, other = bench.side(), bench.other(4)
-    raw = ctypes.create_string_buffer(5 * bench.unit)
-    address = -(-ctypes.addressof(raw) // bench.unit) * bench.unit
-    owner.mover.register(Memory(address, 4 * bench.unit, owner=raw))
-    extent = Extent(address + bench.unit, bench.unit)
+    raw = callers_memory(bench.place, 4 * bench.unit, bench.unit)
+    owner.mover.register(raw)
+    extent = Extent(raw.address + bench.unit, bench.unit)
     other.fill(7)
     state = other.write(other.connect_to(owner, extent), (0, extent.address, extent.length))
     require(state is TransferState.DONE, "a write into memory of the caller is not done")
-    bench.same(ctypes.string_at(extent.address, extent.length), b"\7" * extent.length, "memory of the caller")
+    bench.same(read_bytes(raw, bench.unit, extent.length), b"\7" * extent.length, "memory of the caller")
 
 
 def _callers_memory_is_a_source(bench: Bench) -> None:
     writer, other = bench.side(), bench.other()
     data = noise(1).randbytes(3 * bench.unit)
-    raw = ctypes.create_string_buffer(data, len(data))
-    writer.mover.register(Memory(ctypes.addressof(raw), len(data), owner=raw))
+    raw = callers_memory(bench.place, len(data))
+    put_bytes(raw, 0, data)
+    writer.mover.register(raw)
     peer = writer.connect(other.describe(other.whole()), [other.whole()])
-    state = writer.write(peer, (ctypes.addressof(raw), other.address, len(data))).state
+    state = writer.write(peer, (raw.address, other.address, len(data))).state
     require(state is TransferState.DONE, "a write from memory of the caller is not done")
     bench.same(other.read(0, len(data)), data, "what came from memory of the caller")
 
@@ -119,7 +119,7 @@ def _grants_do_not_add_up(bench: Bench) -> None:
 
 def _grants_are_bounded(bench: Bench) -> None:
     owner = bench.side()
-    loose = owner.mover.allocate(bench.unit)
+    loose = owner.mover.allocate(bench.unit, bench.place.kind, bench.place.device)
     for extents, what in (
         ([owner.extent(0), Extent(loose.address, bench.unit)], "memory that is not registered"),
         ([owner.extent(-1, 2)], "an extent that begins before registered memory"),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pdhandoff.engines.base import Memory, MemoryKind, TransferState, Writes
+from pdhandoff.engines.base import Memory, TransferState, Writes
 from pdhandoff.errors import MoverError
 from pdhandoff.testing.rule import Need, Rule, refuses, require
 from pdhandoff.testing.rules.death import end_of, storm_under_way
@@ -34,7 +34,7 @@ def _record(bench: Bench) -> None:
     require(side.mover.name, "the mover has no name")
     require(side.mover.name == other.name, f"it is {side.mover.name!r} here and {other.name!r} in another process")
     require(msgspec.to_builtins(capabilities) == other.capabilities, "the capabilities differ from process to process")
-    require(MemoryKind.CPU in capabilities.memory_kinds, "CPU memory is not among its `memory_kinds`")
+    require(bench.place.kind in capabilities.memory_kinds, f"{bench.place.kind.value} is not among its `memory_kinds`")
     require(capabilities.max_writes >= 1, f"max_writes is {capabilities.max_writes}")
     alignment = capabilities.alignment
     require(alignment >= 1 and not alignment & (alignment - 1), f"alignment is {alignment}, no power of two")
