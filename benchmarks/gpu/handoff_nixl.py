@@ -90,10 +90,12 @@ def compare(arrival: Any, table: list[int]) -> int:
     wrong = 0
     ids = cupy.asarray(table, dtype=cupy.int64)
     for landed in arrival.rows():
-        page_bytes = landed.component.planes[0].page_stride
+        page_bytes, step, pages = landed.entry.page_bytes, landed.component.planes[0].page_stride, len(landed.pages.ids)
+        first = landed.pages.first_token // landed.pages.page_tokens
         for layer, base in zip(landed.entry.layers, landed.placement.bases[""], strict=True):
-            have = on_gpu(base, page_bytes * len(table)).reshape(len(table), page_bytes)
-            wrong += int((have != pattern(layer, ids, page_bytes)).sum())
+            span = on_gpu(base, step * (pages - 1) + page_bytes)
+            have = cupy.lib.stride_tricks.as_strided(span, (pages, page_bytes), (step, 1))
+            wrong += int((have != pattern(layer, ids[first : first + pages], page_bytes)).sum())
     return wrong
 
 
