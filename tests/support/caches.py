@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from pdhandoff.layouts.descriptor import Component, Plane
 from pdhandoff.planner.pages import PageTable
 from pdhandoff.planner.placement import Placement
 
-__all__ = ["Cache", "page_table"]
+__all__ = ["Cache", "page_table", "reachable"]
 
 _GUARD = 64
+_PINNED = [False]
+
+
+@contextlib.contextmanager
+def reachable(*, by_devices: bool) -> Iterator[None]:
+    """Inside, new caches lie in memory that CUDA devices reach, if `by_devices`."""
+    _PINNED.append(by_devices)
+    try:
+        yield
+    finally:
+        _PINNED.pop()
+
+
+def _allocated(content: bytes) -> bytearray | memoryview:
+    if not _PINNED[-1]:
+        return bytearray(content)
+    import torch
+
+    pinned: Any = torch.frombuffer(bytearray(content), dtype=torch.uint8).pin_memory().numpy()
+    return memoryview(pinned)
 
 
 class Cache:
@@ -33,7 +55,7 @@ class Cache:
             for _ in component.layers:
                 offsets.setdefault(region, []).append(at)
                 at += (pages - 1) * stride + component.region_page_bytes(region) + _GUARD
-        self.memory = bytearray(b"\xa5" * at) if seed is None else bytearray(random.Random(seed).randbytes(at))
+        self.memory = _allocated(b"\xa5" * at if seed is None else random.Random(seed).randbytes(at))
         self._start = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         self.placement = Placement(
             pages, {region: [self._start + offset for offset in column] for region, column in offsets.items()}

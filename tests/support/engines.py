@@ -53,6 +53,7 @@ __all__ = [
     "leaves_nothing",
     "make_layout",
     "push_all",
+    "right_rows",
     "until",
 ]
 
@@ -177,10 +178,10 @@ class Prefill:
         for component in self.layout.components:
             at = self.placements[component.name]
             table = request.tables[component.name]
-            yield from _rows(component, at, layers=component.layers, table=table, tokens=tokens, tag=tag)
+            yield from right_rows(component, at, layers=component.layers, table=table, tokens=tokens, tag=tag)
 
 
-def _rows(
+def right_rows(
     component: Component, at: Placement, *, layers: Sequence[int], table: PageTable, tokens: range, tag: int
 ) -> Iterator[tuple[int, bytes]]:
     """(address, right bytes) of every row, by the address formula of the descriptor. Dense rows only."""
@@ -198,11 +199,10 @@ def _rows(
 
 def check_rows(arrival: Arrival, tag: int) -> int:
     """Check every landed row of an arrival. Returns how many there were."""
-    tokens = range(arrival.start_token, arrival.prompt_tokens)
     count = 0
     for landed in arrival.rows():
         layers, table = landed.entry.layers, landed.pages
-        rows = _rows(landed.component, landed.placement, layers=layers, table=table, tokens=tokens, tag=tag)
+        rows = right_rows(landed.component, landed.placement, layers=layers, table=table, tokens=landed.tokens, tag=tag)
         for address, data in rows:
             assert ctypes.string_at(address, len(data)) == data, f"{landed.entry.component} of {tag:#x} at {address:#x}"
             count += 1
@@ -368,7 +368,8 @@ class Pair:
             sender = producer._sender
             until(lambda p=producer: not p._outgoing, "the producer has forgotten its handoffs")  # type: ignore[misc]
             assert not sender._ways
-            assert not sender._writes
+            assert not sender._writer._writes
+            assert not sender._gathering
             assert not sender._unready
             assert not sender._parked
 
