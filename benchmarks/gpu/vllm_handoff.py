@@ -2,8 +2,9 @@
 
     python benchmarks/gpu/vllm_handoff.py --model FOLDER --out FILE [--cache-dtype fp8_ds_mla|bfloat16] [--graphs]
 
-Two processes on one GPU: an offline vLLM with pdhandoff's connector, and a consumer. Needs vllm, torch with CUDA, nixl,
-and the compiled CUDA conversions. `dsa_model.py` makes a model.
+Two processes on one GPU: an offline vLLM with pdhandoff's connector, and a consumer. FOLDER holds a DeepSeek-V3.2 or
+GLM-5 shaped model with an MTP layer; a few layers with random weights and a vocabulary of 1,024 or more are enough.
+Needs vllm, torch with CUDA, cupy, nixl, and the compiled CUDA conversions.
 """
 
 from __future__ import annotations

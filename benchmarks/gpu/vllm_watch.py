@@ -33,7 +33,7 @@ class WatchedConnector(PDHandoffConnector):
         super().register_kv_caches(kv_caches)
         SEEN.caches = dict(kv_caches)
         if self._worker is not None:
-            SEEN.layout = self._worker._caches.layout  # noqa: SLF001 - there is no other way to see it
+            SEEN.layout = self._worker.layout
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         """As vLLM calls it."""
