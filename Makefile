@@ -30,7 +30,8 @@ test: $(VENV)/.dev $(VENV)/.native  ## run every test, with the coverage gate (A
 ifeq ($(strip $(ARGS)),)
 	@tools/environment vllm
 	@$(BIN)/python -m pytest -n 2 --cov=pdhandoff.protocol --cov=pdhandoff.layouts --cov=pdhandoff.planner \
-		--cov-branch --cov-report=term-missing:skip-covered --cov-fail-under=100
+		--cov-branch --cov-report=term-missing:skip-covered --cov-fail-under=100 --ignore=tests/adapter_router_e2e
+	@$(BIN)/python -m pytest tests/adapter_router_e2e
 	@if [[ -e $(VLLM)/.vllm ]]; then \
 		$(VLLM)/bin/python -m pytest tests/adapter_vllm tests/adapter_vllm_e2e; \
 	else \
