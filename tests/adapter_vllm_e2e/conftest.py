@@ -14,9 +14,7 @@ collect_ignore_glob = [] if _HAS_VLLM else ["test_*.py"]
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if not _HAS_VLLM:
-        terminalreporter.write_line(
-            "suites that did not run in this environment: a real vLLM (make test runs them, too)"
-        )
+        terminalreporter.write_line("suites that did not run here: a real vLLM (make test has an environment for it)")
 
 
 @pytest.fixture(scope="session")

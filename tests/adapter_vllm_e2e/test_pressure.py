@@ -5,13 +5,15 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 
 from pdhandoff import HandoffFailed, HandoffId
 from support.vllm_landing import Landing, vllm_layout
-from support.vllm_server import Completion
+from support.vllm_models import cached_model
+from support.vllm_server import Completion, VllmServer
 from support.vllm_servers import Servers, Setting, connector_of
 from support.vllm_spy import spied_rows
 
@@ -110,3 +112,14 @@ def test_a_server_that_ends_while_it_sends(setting: Setting, servers: Servers) -
                 landing.take(ticket)
         landing.check_empty(30)
     assert "encountered a fatal error" not in server.output
+
+
+def test_a_wrong_key_stops_the_server_with_its_name(tmp_path: Path) -> None:
+    wrong = connector_of("PDHandoffConnector", "pdhandoff_vllm", mover="loopback", stagging="direct")
+    server = VllmServer(cached_model("gqa"), tmp_path / "server.log", connector=wrong)
+    try:
+        with pytest.raises(RuntimeError, match="has ended"):
+            server.wait_ready()
+        assert "unknown field `stagging`" in server.output
+    finally:
+        server.end()
