@@ -9,6 +9,7 @@ travels with vLLM's own metadata.
 
 from __future__ import annotations
 
+import hmac
 import os
 import socket
 from contextlib import suppress
@@ -83,7 +84,7 @@ class Inbox:
                 break
             with suppress(msgspec.MsgspecError):
                 note = _DECODER.decode(data)
-                if note.secret == self._postbox.secret:
+                if hmac.compare_digest(note.secret, self._postbox.secret):
                     notes.append(note)
         return notes
 
