@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from pdhandoff import HandoffId
@@ -26,6 +27,11 @@ def body(*, sampling: dict[str, Any] | None = None, mark: dict[str, Any] | None 
 def read(content: object, **options: Any) -> Wanted:
     data = content if isinstance(content, bytes) else json.dumps(content).encode()
     return read_request(data, **{"model": "m", "max_seq_len": 100, "deadline_s": 50.0, **options})
+
+
+def asking(content: object) -> Wanted:
+    """What is read, under one id."""
+    return msgspec.structs.replace(read(content), request_id="")
 
 
 def refused(content: object, **options: Any) -> Refusal:
@@ -122,12 +128,18 @@ def test_T103_T104_T105_what_no_decode_node_honours_is_refused_by_name(name: str
     assert name in refusal.reason
 
 
-def test_what_asks_for_nothing_is_taken() -> None:
+def test_what_asks_for_nothing_changes_nothing() -> None:
     """As vLLM's render endpoint writes it, and as clients spell defaults."""
-    read(body(sampling={"stop": [], "stop_token_ids": [], "bad_words": [], "skip_reading_prefix_cache": False}))
-    read(body(sampling={"n": 1, "presence_penalty": 0.0, "repetition_penalty": 1.0, "min_p": 0, "stop": None}))
-    read(body(sampling={"logprobs": None, "detokenize": False, "output_kind": 2, "watermarking": True, "new": None}))
-    read(body(features=None, token_offsets=[[0, 1]], cache_salt="x", reasoning_ended=True, ec_transfer_params={}))
+    plain = body()
+    for sampling in (
+        {"stop": [], "stop_token_ids": [], "bad_words": [], "skip_reading_prefix_cache": False},
+        {"n": 1, "presence_penalty": 0.0, "repetition_penalty": 1.0, "min_p": 0, "stop": None},
+        {"logprobs": None, "detokenize": False, "output_kind": 2, "watermarking": True, "new": None},
+    ):
+        asked = {**plain, "sampling_params": {**plain["sampling_params"], **sampling}}
+        assert asking(asked) == asking(plain)
+    more = {"features": None, "token_offsets": [[0, 1]], "cache_salt": "x", "reasoning_ended": True}
+    assert asking({**plain, **more, "ec_transfer_params": {}}) == asking(plain)
 
 
 @pytest.mark.parametrize(
